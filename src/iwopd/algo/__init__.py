@@ -1,0 +1,34 @@
+"""The method: pure functions on tensors. No I/O, no models, no config.
+
+Conventions: `[B, T]` tensors are right-padded with a boolean mask; inputs outside the mask may hold anything, outputs
+there are 0; advantages and weights are detached. `docs/method.md` has the formulas side by side.
+"""
+
+from iwopd.algo import position, projection
+from iwopd.algo.advantages import exopd_advantages, opd_advantages
+from iwopd.algo.correction import rollout_correction
+from iwopd.algo.logprobs import LOGPROB_FLOOR, floor_logprobs, token_entropy, token_kl, token_logprobs
+from iwopd.algo.loss import PolicyLoss, PolicyStats, fused_policy_loss, low_variance_kl, policy_loss
+from iwopd.algo.weights import WEIGHT_RULES, WeightRule, supervised_mask, token_weights
+
+__all__ = [
+    "LOGPROB_FLOOR",
+    "WEIGHT_RULES",
+    "PolicyLoss",
+    "PolicyStats",
+    "WeightRule",
+    "exopd_advantages",
+    "floor_logprobs",
+    "fused_policy_loss",
+    "low_variance_kl",
+    "opd_advantages",
+    "policy_loss",
+    "position",
+    "projection",
+    "rollout_correction",
+    "supervised_mask",
+    "token_entropy",
+    "token_kl",
+    "token_logprobs",
+    "token_weights",
+]

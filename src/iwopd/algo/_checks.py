@@ -1,0 +1,43 @@
+"""Checks shared by the rooms of `algo/`: shapes, dtypes and finiteness, with errors that name the thing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_mask(mask: Tensor) -> None:
+    """Require a boolean mask: an integer or float mask would multiply where we select, and let NaN through."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be boolean, got {mask.dtype}; pass mask.bool()")
+
+
+def check_batch_mask(mask: Tensor) -> None:
+    """Require a boolean mask of shape [B, T]."""
+    check_mask(mask)
+    if mask.dim() != 2:
+        raise ValueError(f"mask must have shape [B, T], got {list(mask.shape)}; add a batch dimension for one rollout")
+
+
+def check_tokens(name: str, values: Tensor, mask: Tensor, *, finite: bool = True) -> None:
+    """Require per-token values of the mask's shape, in float32 or better and (by default) finite on valid tokens."""
+    if values.shape != mask.shape:
+        raise ValueError(f"{name} has shape {list(values.shape)}, the mask {list(mask.shape)}; they must be equal")
+    if values.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} must be float32 or float64, got {values.dtype}; half precision loses the gap")
+    bad = torch.isnan(values) if not finite else ~torch.isfinite(values)
+    bad = bad & mask
+    if bad.any():
+        where = [int(i) for i in bad.nonzero()[0]]
+        place = f"row {where[0]}, token {where[1]}" if len(where) == 2 else f"index {where}"
+        raise ValueError(f"{name} is {float(values[tuple(where)])} at {place}, inside the mask")
+
+
+def keep(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` on valid tokens, exactly 0 elsewhere, whatever stood there (NaN included)."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def wide(values: Tensor) -> Tensor:
+    """`values` in float64 for long sums (16,384 terms lose three digits in float32); float32 where a device has no double."""
+    return values if values.device.type == "mps" else values.double()
