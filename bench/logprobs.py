@@ -29,6 +29,7 @@ import resource
 import subprocess
 import sys
 import time
+from typing import Any
 
 TRAINING = ("naive", "torch", "torch-rows", "token_logprobs", "fused")
 SCORING = ("bare", "scoring")
@@ -58,7 +59,7 @@ def run_case(method: str, tokens: int, vocab: int, hidden_size: int, repeats: in
     def from_logprobs(logprobs: torch.Tensor) -> torch.Tensor:
         return algo.policy_loss(logprobs, old, advantages, mask, denominator=tokens).loss
 
-    def cross_entropy(**options: object) -> torch.Tensor:
+    def cross_entropy(**options: Any) -> torch.Tensor:
         chosen = torch.nn.LinearCrossEntropyOptions(**options)
         return torch.nn.functional.linear_cross_entropy(hidden, weight, targets, reduction="none", options=chosen)
 

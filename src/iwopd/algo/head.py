@@ -103,27 +103,31 @@ class Chunk(NamedTuple):
     hidden: Tensor
     """[R, H]"""
     logits: Tensor
-    """[R, V]; the buffer is reused, so consumers may overwrite it."""
+    """[R, V]; the buffer is reused for the next chunk, so consumers may overwrite it."""
+    spare: tuple[Tensor, ...]
+    """Working memory [R, V] of the same kind, also reused: allocating it anew for each chunk would cost page faults and
+    leave holes in the heap."""
 
 
-def row_chunks(head: OutputHead, hidden: Tensor, index: Tensor | None = None, buffers: int = 1) -> Iterator[Chunk]:
+def row_chunks(head: OutputHead, hidden: Tensor, index: Tensor | None = None, spare: int = 0) -> Iterator[Chunk]:
     """Work through hidden states [N, H], or through those of `index` only, in equal chunks that fit the budget.
 
-    `buffers` is how many [R, V] tensors the consumer has alive at once, the logits included.
+    `spare` is how many more [R, V] tensors than the logits the consumer needs.
     """
     count, vocabulary = len(hidden) if index is None else len(index), len(head.weight)
     if not count:
         return
     budget = CHUNK_ELEMENTS_CPU if hidden.device.type == "cpu" else CHUNK_ELEMENTS_GPU
-    most = max(1, budget // (vocabulary * buffers))
+    most = max(1, budget // (vocabulary * (1 + spare)))
     step = math.ceil(count / math.ceil(count / most))
     with torch.autocast(hidden.device.type, enabled=False):
-        buffer = torch.empty(step, vocabulary, dtype=head.dtype, device=hidden.device)
+        buffers = torch.empty(1 + spare, step, vocabulary, dtype=head.dtype, device=hidden.device)
         for start in range(0, count, step):
             rows = slice(start, min(start + step, count))
             source = rows if index is None else index[rows]
             chunk = hidden[source]
-            yield Chunk(rows, source, chunk, head.logits(chunk, buffer[: rows.stop - start]))
+            logits, *rest = buffers[:, : rows.stop - start]
+            yield Chunk(rows, source, chunk, head.logits(chunk, logits), tuple(rest))
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ class HeadGradients:
         def zeros(tensor: Tensor | None, need: bool) -> Tensor | None:
             return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) if need and tensor is not None else None
 
-        return cls(*(zeros(t, n) for t, n in zip((hidden, weight, bias), needs, strict=True)), (hidden.dtype, weight.dtype))
+        return cls(zeros(hidden, needs[0]), zeros(weight, needs[1]), zeros(bias, needs[2]), (hidden.dtype, weight.dtype))
 
     @property
     def any(self) -> bool:

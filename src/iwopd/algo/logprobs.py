@@ -8,7 +8,7 @@ of the matrix: ids at or above it take no probability.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from iwopd.algo._checks import check_mask, check_tokens
-from iwopd.algo.head import HeadGradients, OutputHead, row_chunks
+from iwopd.algo.head import Chunk, HeadGradients, OutputHead, row_chunks
 
 LOGPROB_FLOOR = -100.0
 """What a log-prob of -inf on a valid token counts as: bounded, and far below anything a model says by itself."""
@@ -104,25 +104,29 @@ def token_kl(
             f"student vocabulary has {len(head.weight)} ids, teacher {len(teacher.weight)}: pass vocab_size, the number "
             "of ids that both share"
         )
+    teacher = replace(teacher, dtype=head.dtype)  # both softmaxes in the student's precision
     flat = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])
     return _through_head(hidden, weight, bias, head, _KL(teacher, flat, direction))
 
 
 class _RowFunction(Protocol):
-    """A function of each token's logits. Both methods may overwrite the logits [R, V] they are given."""
+    """A function of each token's logits. Both methods may overwrite the chunk's [R, V] tensors."""
 
-    buffers: int
+    spare: int
+    """How many [R, V] tensors of working memory it needs."""
 
-    def value(self, rows: slice, logits: Tensor) -> Tensor: ...
+    def value(self, chunk: Chunk) -> Tensor:
+        """The function, [R]."""
+        ...
 
-    def gradient(self, rows: slice, logits: Tensor, upstream: Tensor) -> Tensor:
-        """The derivative of `sum(upstream * value)` by the logits, [R, V]."""
+    def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
+        """The derivative of `sum(upstream * value)` by the logits, [R, V]; `value` and `upstream` are [R, 1]."""
         ...
 
 
 def _through_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: OutputHead, function: _RowFunction) -> Tensor:
     flat = hidden.reshape(-1, hidden.shape[-1])
-    values: Tensor = _HeadFunction.apply(flat, weight, bias, head, function)
+    values: Tensor = _HeadFunction.apply(flat, weight, bias, head, function)  # type: ignore[no-untyped-call]
     return values.reshape(hidden.shape[:-1])
 
 
@@ -133,20 +137,20 @@ class _HeadFunction(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: OutputHead, function: _RowFunction
     ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias)
         ctx.head, ctx.function = head, function
         values = torch.empty(len(hidden), dtype=head.dtype, device=hidden.device)
-        for chunk in row_chunks(head, hidden, buffers=function.buffers):
-            values[chunk.rows] = function.value(chunk.rows, chunk.logits)
+        for chunk in row_chunks(head, hidden, spare=function.spare):
+            values[chunk.rows] = function.value(chunk)
+        ctx.save_for_backward(hidden, weight, bias, values)
         return values
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias = ctx.saved_tensors
+        hidden, weight, bias, values = ctx.saved_tensors
         gradients = HeadGradients.allocate(hidden, weight, bias, list(ctx.needs_input_grad[:3]))
-        for chunk in row_chunks(ctx.head, hidden, buffers=ctx.function.buffers):
-            dlogits = ctx.function.gradient(chunk.rows, chunk.logits, upstream[chunk.rows, None])
+        for chunk in row_chunks(ctx.head, hidden, spare=ctx.function.spare):
+            dlogits = ctx.function.gradient(chunk, values[chunk.rows, None], upstream[chunk.rows, None])
             gradients.add(ctx.head, chunk, dlogits)
         return (*gradients.scaled(torch.ones((), device=hidden.device)), None, None)
 
@@ -157,43 +161,45 @@ class _TargetLogprob:
 
     targets: Tensor
     vocabulary: int
-    buffers: int = 1
+    spare: int = 0
 
     def _targets(self, rows: slice) -> tuple[Tensor, Tensor]:
         targets = self.targets[rows, None]
         possible = targets < self.vocabulary
         return torch.where(possible, targets, 0), possible
 
-    def value(self, rows: slice, logits: Tensor) -> Tensor:
-        targets, possible = self._targets(rows)
-        picked = logits.gather(1, targets)
-        largest = logits.amax(1, keepdim=True)
-        total = logits.sub_(largest).exp_().sum(1, keepdim=True)
+    def value(self, chunk: Chunk) -> Tensor:
+        targets, possible = self._targets(chunk.rows)
+        picked = chunk.logits.gather(1, targets)
+        largest = chunk.logits.amax(1, keepdim=True)
+        total = chunk.logits.sub_(largest).exp_().sum(1, keepdim=True)
         # The largest logit first: picked - largest is exact where they are close, and that is where it matters.
         return torch.where(possible, picked - largest - total.log(), -torch.inf).squeeze(1)
 
-    def gradient(self, rows: slice, logits: Tensor, upstream: Tensor) -> Tensor:
-        targets, possible = self._targets(rows)
+    def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
+        targets, possible = self._targets(chunk.rows)
         upstream = torch.where(possible, upstream, 0.0)
-        total = logits.sub_(logits.amax(1, keepdim=True)).exp_().sum(1, keepdim=True)
-        return logits.mul_(-upstream / total).scatter_add_(1, targets, upstream)
+        scaled = chunk.logits.sub_(chunk.logits.amax(1, keepdim=True)).exp_()
+        return scaled.mul_(-upstream / scaled.sum(1, keepdim=True)).scatter_add_(1, targets, upstream)
 
 
 @dataclass
 class _Entropy:
     """H = -sum p log p; d / d logits = -p * (log p + H)."""
 
-    buffers: int = 2
+    spare: int = 1
 
-    def value(self, rows: slice, logits: Tensor) -> Tensor:
-        logprobs = _log_softmax_(logits)
-        return -torch.linalg.vecdot(logprobs.exp(), logprobs)
+    def value(self, chunk: Chunk) -> Tensor:
+        shifted = chunk.logits.sub_(chunk.logits.amax(1, keepdim=True))
+        scaled = torch.exp(shifted, out=chunk.spare[0])
+        total = scaled.sum(1)
+        return total.log() - shifted.mul_(scaled).sum(1) / total
 
-    def gradient(self, rows: slice, logits: Tensor, upstream: Tensor) -> Tensor:
-        logprobs = _log_softmax_(logits)
-        probabilities = logprobs.exp()
-        entropy = -torch.linalg.vecdot(probabilities, logprobs)
-        return logprobs.add_(entropy[:, None]).mul_(probabilities).mul_(-upstream)
+    def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
+        shifted = chunk.logits.sub_(chunk.logits.amax(1, keepdim=True))
+        scaled = torch.exp(shifted, out=chunk.spare[0])
+        total = scaled.sum(1, keepdim=True)
+        return shifted.add_(value - total.log()).mul_(scaled).mul_(-upstream / total)
 
 
 @dataclass
@@ -206,31 +212,30 @@ class _KL:
     teacher: OutputHead
     teacher_hidden: Tensor
     direction: str
-    buffers: int = 3
+    spare: int = 2
 
-    def _logprobs(self, rows: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-        teacher = self.teacher.logits(self.teacher_hidden[rows], torch.empty_like(logits, dtype=self.teacher.dtype))
-        return _log_softmax_(logits), _log_softmax_(teacher).to(logits.dtype)
+    def _logprobs(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        teacher, work = chunk.spare
+        student = _log_softmax_(chunk.logits, work)
+        return student, _log_softmax_(self.teacher.logits(self.teacher_hidden[chunk.rows], teacher), work)
 
-    def value(self, rows: slice, logits: Tensor) -> Tensor:
-        student, teacher = self._logprobs(rows, logits)
+    def value(self, chunk: Chunk) -> Tensor:
+        student, teacher = self._logprobs(chunk)
         if self.direction == "reverse":
             difference = torch.sub(student, teacher, out=teacher)
-            return torch.linalg.vecdot(student.exp_(), difference)
+            return difference.mul_(student.exp_()).sum(1)
         difference = torch.sub(teacher, student, out=student)
-        return torch.linalg.vecdot(teacher.exp_(), difference)
+        return difference.mul_(teacher.exp_()).sum(1)
 
-    def gradient(self, rows: slice, logits: Tensor, upstream: Tensor) -> Tensor:
-        student, teacher = self._logprobs(rows, logits)
+    def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
+        student, teacher = self._logprobs(chunk)
         if self.direction == "reverse":
             difference = torch.sub(student, teacher, out=teacher)
-            probabilities = student.exp_()
-            divergence = torch.linalg.vecdot(probabilities, difference)
-            return difference.sub_(divergence[:, None]).mul_(probabilities).mul_(upstream)
+            return difference.sub_(value).mul_(student.exp_()).mul_(upstream)
         return student.exp_().sub_(teacher.exp_()).mul_(upstream)
 
 
-def _log_softmax_(logits: Tensor) -> Tensor:
-    """Log-softmax over the last dimension in place, with one buffer of working memory."""
+def _log_softmax_(logits: Tensor, work: Tensor) -> Tensor:
+    """Log-softmax over the last dimension, in place."""
     logits.sub_(logits.amax(1, keepdim=True))
-    return logits.sub_(logits.exp().sum(1, keepdim=True).log_())
+    return logits.sub_(torch.exp(logits, out=work).sum(1, keepdim=True).log_())

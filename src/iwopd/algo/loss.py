@@ -188,7 +188,8 @@ def fused_policy_loss(
     log-probs, that derivative (by autograd through `policy_loss` itself) and its gradients before the next chunk
     starts. Three matrix products, none repeated, and one chunk of logits in memory. Padding takes no part.
 
-    The gradients are kept until `backward`, which hands them on once; a second backward is an error.
+    The gradients are kept until `backward`, which hands them on; a second backward through a retained graph works them
+    out anew.
     """
     check_mask(mask)
     check_loss_arguments(denominator, clip, dual_clip)
@@ -219,7 +220,7 @@ def fused_policy_loss(
     ids = head.check_targets(targets[mask], inside=True)
     flat, valid_rows = hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1).nonzero().squeeze(1)
     grad = torch.is_grad_enabled()
-    loss, logprobs, entropy = _FusedPolicyLoss.apply(flat, weight, bias, head, valid_rows, ids, terms, grad)
+    loss, logprobs, entropy = _FusedPolicyLoss.apply(flat, weight, bias, head, valid_rows, ids, terms, grad)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         stats = terms(logprobs, slice(None), entropy).stats
     return PolicyLoss(loss, stats)
@@ -233,7 +234,7 @@ class _Terms:
     scalars: dict[str, Any]
 
     def __call__(self, logprobs: Tensor, rows: slice, entropy: Tensor | None) -> PolicyLoss:
-        chunk = {name: values[rows] for name, values in self.tensors.items()}
+        chunk: dict[str, Any] = {name: values[rows] for name, values in self.tensors.items()}
         mask = torch.ones_like(logprobs, dtype=torch.bool)
         return policy_loss(logprobs, mask=mask, entropy=entropy, **chunk, **self.scalars)
 
@@ -253,47 +254,64 @@ class _FusedPolicyLoss(torch.autograd.Function):
         terms: _Terms,
         grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        want_entropy = bool(terms.scalars["entropy_coef"])
-        gradients = HeadGradients.allocate(hidden, weight, bias, [grad and need for need in ctx.needs_input_grad[:3]])
-        logprobs = torch.empty(len(index), dtype=head.dtype, device=hidden.device)
-        entropy = torch.empty_like(logprobs) if want_entropy else None
-        for chunk in row_chunks(head, hidden, index, buffers=2 if want_entropy else 1):
-            rows, logits = chunk.rows, chunk.logits
-            picked = logits.gather(1, targets[rows, None]).squeeze(1)
-            largest = logits.amax(1)
-            scaled = logits.sub_(largest[:, None]).exp_()
-            total = scaled.sum(1)
-            logprobs[rows] = picked - largest - total.log()
-            probabilities = scaled
-            chunk_entropy = None
-            if entropy is not None:
-                probabilities = scaled.div_(total[:, None])
-                entropy[rows] = chunk_entropy = torch.special.entr(probabilities).sum(1)
-            if not gradients.any:
-                continue
-            by_logprob, by_entropy = _derivatives(terms, logprobs[rows], rows, chunk_entropy)
-            # d lp / d z = onehot - p;  d entropy / d z = -p * (log p + entropy)
-            if by_entropy is None or chunk_entropy is None:
-                dlogits = scaled.mul_((-by_logprob / total)[:, None])
-            else:
-                bonus = torch.special.entr(probabilities).mul_(by_entropy[:, None])
-                dlogits = probabilities.mul_((-by_logprob - by_entropy * chunk_entropy)[:, None]).add_(bonus)
-            dlogits.scatter_add_(1, targets[rows, None], by_logprob[:, None])
-            gradients.add(head, chunk, dlogits)
-        ctx.gradients = gradients
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.work = (head, index, targets, terms)
+        needs = [grad and need for need in ctx.needs_input_grad[:3]]
+        logprobs, entropy, ctx.gradients = _one_pass(hidden, weight, bias, needs, *ctx.work)
         ctx.mark_non_differentiable(logprobs)
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
         return terms(logprobs, slice(None), entropy).loss, logprobs, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        gradients: HeadGradients | None = ctx.gradients
+        hidden, weight, bias = ctx.saved_tensors
+        # Let go of the buffers, so that the engine takes them over instead of copying them. A second backward through
+        # a retained graph has to work them out again.
+        gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("the fused policy loss hands on its gradients once; call it again for a second backward")
-        ctx.gradients = None  # so that the engine may take the buffers over instead of copying them
+            gradients = _one_pass(hidden, weight, bias, list(ctx.needs_input_grad[:3]), *ctx.work)[2]
         return (*gradients.scaled(grad_loss), None, None, None, None, None)
+
+
+def _one_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: list[bool],
+    head: OutputHead,
+    index: Tensor,
+    targets: Tensor,
+    terms: _Terms,
+) -> tuple[Tensor, Tensor | None, HeadGradients]:
+    """Log-probs and (if it is asked for) entropies of the rows `index`, and the gradients of the loss."""
+    gradients = HeadGradients.allocate(hidden, weight, bias, needs)
+    logprobs = torch.empty(len(index), dtype=head.dtype, device=hidden.device)
+    entropy = torch.empty_like(logprobs) if terms.scalars["entropy_coef"] else None
+    for chunk in row_chunks(head, hidden, index, spare=0 if entropy is None else 1):
+        rows, logits = chunk.rows, chunk.logits
+        picked = logits.gather(1, targets[rows, None]).squeeze(1)
+        largest = logits.amax(1)
+        scaled = logits.sub_(largest[:, None]).exp_()
+        total = scaled.sum(1)
+        logprobs[rows] = picked - largest - total.log()
+        if entropy is not None:
+            scaled.div_(total[:, None])
+            total.fill_(1.0)
+            entropy[rows] = torch.special.entr(scaled, out=chunk.spare[0]).sum(1)
+        if not gradients.any:
+            continue
+        by_logprob, by_entropy = _derivatives(terms, logprobs[rows], rows, None if entropy is None else entropy[rows])
+        # By the logits: the log-prob gives onehot - p, the entropy -p * (log p + entropy). Here p = scaled / total.
+        if entropy is None or by_entropy is None:
+            dlogits = scaled.mul_((-by_logprob / total)[:, None])
+        else:
+            bonus = chunk.spare[0].mul_(by_entropy[:, None])
+            dlogits = scaled.mul_((-by_logprob - by_entropy * entropy[rows])[:, None]).add_(bonus)
+        dlogits.scatter_add_(1, targets[rows, None], by_logprob[:, None])
+        gradients.add(head, chunk, dlogits)
+    return logprobs, entropy, gradients
 
 
 def _derivatives(terms: _Terms, logprobs: Tensor, rows: slice, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -49,6 +49,8 @@ def alpha_from_budget(student: Tensor, teacher: Tensor, rho: float, *, iteration
     """
     if not rho >= 0:
         raise ValueError(f"rho must not be negative, got {rho}")
+    if rho == 0:
+        return 0.0
     if rho >= float(divergence(teacher, student)):
         return 1.0
     low, high = 0.0, 1.0

@@ -1,0 +1,55 @@
+"""Memory of the output head at a real vocabulary, measured from outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+MEMORY = """
+import json, resource, sys, torch
+from iwopd import algo
+method, hidden_size, train_weight = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "train"
+torch.set_num_threads(2)
+T, V = 1536, 151_936
+weight = torch.empty(V, hidden_size).normal_(std=0.02).requires_grad_(train_weight)
+hidden = torch.empty(T, hidden_size).normal_().requires_grad_()
+targets = torch.randint(0, V, (T,))
+teacher = torch.empty(T, hidden_size).normal_() if "kl" in method else None
+torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if method == "naive":
+    out = torch.log_softmax(hidden @ weight.t(), -1).gather(-1, targets[:, None])
+elif method == "ours":
+    out = algo.token_logprobs(hidden, weight, targets)
+elif method == "entropy":
+    out = algo.token_entropy(hidden, weight)
+elif method == "kl":
+    out = algo.token_kl(hidden, weight, teacher, weight)
+elif method == "fused":
+    zeros, mask = torch.zeros(T), torch.ones(T, dtype=torch.bool)
+    out = algo.fused_policy_loss(hidden, weight, targets, zeros - 12, zeros + 1, mask, denominator=T).loss
+out.sum().backward()
+returned = sum(t.grad.numel() * 4 for t in (weight, hidden) if t.grad is not None)
+print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1024 - returned / 2**20))
+"""
+
+
+def extra_memory(method: str, hidden_size: int, weight: str) -> float:
+    """MB above inputs and returned gradients, in a process of its own."""
+    command = [sys.executable, "-c", MEMORY, method, str(hidden_size), weight]
+    return float(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak resident size in Linux's units")
+@pytest.mark.parametrize("hidden_size", [32, 512])
+def test_memory_is_a_twentieth_of_naive_at_a_real_vocabulary(hidden_size: int) -> None:
+    """T 1536, V 151,936, forward and backward; whatever the hidden size is, and with a frozen output matrix too."""
+    naive = extra_memory("naive", hidden_size, "train")
+    assert naive > 1500  # two to three [T, V] tensors of 890 MB, else the comparison is void
+    for method in ("ours", "fused", "entropy", "kl"):
+        assert extra_memory(method, hidden_size, "train") < naive / 20, method
+    assert extra_memory("ours", hidden_size, "frozen") < extra_memory("naive", hidden_size, "frozen") / 20
