@@ -1,0 +1,5 @@
+"""`python -m iwopd` is `iwopd`."""
+
+from iwopd.cli import main
+
+main()

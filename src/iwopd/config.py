@@ -1,0 +1,258 @@
+"""One validated tree of settings. A recipe is a TOML file of it; the command line overrides it by dotted names.
+
+Unknown keys are refused with the nearest right one. The resolved tree is saved in the run directory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from iwopd import algo
+
+
+class ConfigError(ValueError):
+    """A setting that is wrong, said in words for the person who wrote it."""
+
+
+class Section(BaseModel):
+    """A part of the tree."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Models(Section):
+    world: str | None = Field(
+        None, description="embedded world that provides models and prompts: clean, drift; empty: use paths"
+    )
+    student_size: str | None = Field(None, description="size of the world's student; empty: the world's default")
+    teacher_size: str | None = Field(None, description="size of the world's teacher; empty: the world's default")
+    lineage: int = Field(0, ge=0, description="which of the world's lineages (data order and initialisation of its models)")
+    student: str | None = Field(None, description="student: local folder or hub id (not with a world)")
+    teacher: str | None = Field(None, description="teacher: local folder or hub id (not with a world)")
+    reference: str | None = Field(
+        None, description="reference for ExOPD and the auxiliary KL; empty: the student's initial weights"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="precision in which models are loaded")
+    trust_remote_code: bool = Field(False, description="run model code that a repository brings along")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.world is None and not (self.student and self.teacher):
+            raise ValueError("give models.world, or both models.student and models.teacher")
+        if self.world is not None and (self.student or self.teacher):
+            raise ValueError("models.world brings student and teacher; leave models.student and models.teacher out")
+        return self
+
+
+class Data(Section):
+    prompts: str | None = Field(None, description="JSONL file of training prompts (not with a world)")
+    train_size: int = Field(4096, ge=1, description="training prompts to draw from an embedded world")
+    max_prompt_tokens: int = Field(2048, ge=1, description="longer prompts are left out (and counted), never cut")
+
+
+class Method(Section):
+    advantage: Literal["opd", "exopd"] = Field("opd", description="opd, or exopd with its extrapolated reward")
+    weights: str = Field("uniform", description="weight rule: see `iwopd methods`")
+    params: dict[str, Any] = Field(default_factory=dict, description="parameters of the weight rule, e.g. {gamma = 0.5}")
+    scale: float = Field(1.25, gt=0, description="ExOPD's reward scale lambda")
+    weighting: Literal["reward-scale", "advantage"] = Field("reward-scale", description="where IW-ExOPD applies the weights")
+    clip: float = Field(0.2, gt=0, description="PPO clip, both sides")
+    dual_clip: float | None = Field(3.0, gt=1, description="cap of the ratio for negative advantages")
+    correction_threshold: float = Field(5.0, gt=0, description="truncation of the rollout correction (other engines only)")
+    entropy_coef: float = Field(0.0, ge=0, description="entropy bonus")
+    kl_coef: float = Field(0.0, ge=0, description="auxiliary KL to the reference, low-variance form")
+
+    @model_validator(mode="after")
+    def _rule_exists(self) -> Self:
+        algo.WEIGHT_RULES[self.weights].check_params(
+            {name: value for name, value in self.params.items() if name != "normalize"}
+        )
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.advantage == "exopd" or self.kl_coef > 0
+
+
+class RolloutSettings(Section):
+    prompts_per_step: int = Field(64, ge=1, description="prompts of one step")
+    samples: int = Field(1, ge=1, description="rollouts per prompt")
+    max_tokens: int | None = Field(None, ge=1, description="longest response; empty: what the world's answers need")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it, too")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")
+    top_k: int = Field(0, ge=0, description="keep the k likeliest ids; 0: off")
+    truncated: Literal["keep", "mask", "drop"] = Field(
+        "keep", description="rollouts cut off by max_tokens: train on them or not"
+    )
+
+
+class Optim(Section):
+    lr: float = Field(1e-5, gt=0, description="learning rate (constant)")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's betas")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay")
+    grad_clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    ppo_epochs: int = Field(1, ge=1, description="passes over the rollouts of a step")
+    mini_batches: int = Field(1, ge=1, description="optimizer updates per pass")
+    token_budget: int = Field(8192, ge=1, description="padded tokens of one micro-batch")
+    gradient_checkpointing: bool = Field(False, description="trade time for memory in the update")
+
+
+class Eval(Section):
+    every: int = Field(10, ge=1, description="evaluate every so many steps (and before the first and after the last)")
+    prompts: int = Field(256, ge=0, description="evaluation prompts of the embedded world; 0: no evaluation")
+    samples: int = Field(1, ge=1, description="samples per evaluation prompt")
+    temperature: float = Field(1.0, ge=0, description="0: greedy")
+    kept_rollouts: int = Field(8, ge=0, description="rollouts kept in full per evaluation, for the report")
+
+
+class CheckpointSettings(Section):
+    every: int = Field(10, ge=1, description="save every so many steps (and after the last)")
+    keep: int = Field(2, ge=1, description="newest checkpoints that stay, besides the best one")
+
+
+class Tracking(Section):
+    console: Literal["auto", "live", "plain", "off"] = Field("auto", description="live: progress display; plain: a line a step")
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
+        [], description="further trackers; JSONL is always written"
+    )
+    project: str = Field("iwopd", description="project name for trackers that have one")
+
+
+class Config(Section):
+    """All settings of a training run."""
+
+    seed: int = Field(0, ge=0, description="of prompt order and sampling noise; equal across methods for paired runs")
+    steps: int = Field(40, ge=1, description="optimizer steps (rollout batches)")
+    threads: int | None = Field(None, ge=1, description="CPU threads; results are bitwise equal only for equal numbers")
+    precision: Literal["no", "bf16", "fp16"] = Field("no", description="mixed precision of the update (autocast)")
+    models: Models = Field(default_factory=Models.model_construct)
+    data: Data = Data()
+    method: Method = Method()
+    rollout: RolloutSettings = RolloutSettings()
+    optim: Optim = Optim()
+    eval: Eval = Eval()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    tracking: Tracking = Tracking()
+
+    @model_validator(mode="after")
+    def _prompts_exist(self) -> Self:
+        if self.models.world is None and self.data.prompts is None:
+            raise ValueError("without models.world, data.prompts must name a JSONL file of prompts")
+        return self
+
+
+# --- recipes and overrides -------------------------------------------------------------------------------------------
+
+
+def load_config(recipe: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a TOML recipe, apply dotted overrides (`{"optim.lr": "1e-4"}`), validate."""
+    values: dict[str, Any] = {}
+    if recipe is not None:
+        try:
+            values = tomllib.loads(recipe.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"no recipe at {recipe}{_nearby(recipe)}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{recipe} is not TOML: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"cannot read {recipe}: {error.strerror}") from None
+    for name, value in (overrides or {}).items():
+        _set(values, name, value)
+    return make_config(values, where=str(recipe) if recipe else "the settings")
+
+
+def make_config(values: Mapping[str, Any], where: str = "the settings") -> Config:
+    """Validate a plain dictionary; a wrong one becomes a `ConfigError` with one line a fault."""
+    _refuse_unknown(values, where)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(fault) for fault in error.errors()]
+        raise ConfigError(f"{where}: " + "; ".join(lines)) from None
+
+
+def config_toml(config: Config) -> str:
+    """The resolved tree as TOML; settings that are empty are left out, so reading it gives the same tree."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
+    """Lines `name: old -> new` for every setting in which two trees differ."""
+    before, after = dict(flatten(old.model_dump(mode="json"))), dict(flatten(new.model_dump(mode="json")))
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [
+        f"{name}: {before.get(name)!r} -> {after.get(name)!r}"
+        for name in names
+        if not name.startswith(tuple(ignore) or ("\0",))
+    ]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of a nested dictionary; `method.params` counts as one value."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and f"{prefix}{name}" != "method.params":
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted name and field of every setting, in order: what `--help` prints."""
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from settings(info.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info
+
+
+def parse_value(text: str) -> Any:
+    """A value from the command line: TOML where it is TOML (`1e-4`, `true`, `{gamma = 1}`), else the text itself (`drift`)."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(values: dict[str, Any], name: str, value: Any) -> None:
+    *sections, last = name.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{name}: {section} is a setting, not a section")
+    values[last] = value
+
+
+def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
+    known = [name for name, _ in settings()]
+    for name, _ in flatten(values):
+        if name not in known and not name.startswith("method.params."):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            tail = name.rpartition(".")[2]
+            near = near or [key for key in known if key.rpartition(".")[2] == tail]
+            hint = f"did you mean {near[0]!r}?" if near else "`iwopd train --help` lists all settings"
+            raise ConfigError(f"{where}: unknown setting {name!r}; {hint}")
+
+
+def _explain(fault: Mapping[str, Any]) -> str:
+    name = ".".join(str(part) for part in fault["loc"])
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    value = fault.get("input")
+    given = "" if isinstance(value, Mapping) or value is None else f" (given: {json.dumps(value, default=str)})"
+    return f"{name}: {message}{given}" if name else message
+
+
+def _nearby(recipe: Path) -> str:
+    folder = recipe.parent
+    names = sorted(str(path) for path in folder.glob("*.toml")) if folder.is_dir() else []
+    near = difflib.get_close_matches(str(recipe), names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,296 @@
+"""A fast sampler for any transformers causal LM, on CPU or GPU.
+
+What makes it fast: all prompts of a step share one batch as far as memory allows, finished rows leave it and waiting prompts
+take their place; several samples of a prompt read it once; and Qwen3, Qwen2 and Llama models take a lean path (`lean`).
+What makes it reproducible: the noise of a token depends on (seed, step, prompt, sample, position) and on nothing else
+(`noise`). Batching still changes the rounding of logits; in float32 that alters about one rollout in ten thousand or fewer.
+Half precision rounds more, so more rollouts differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from iwopd.rollout.decoding import Decoder, ModelDecoder
+from iwopd.rollout.lean import LeanDecoder, lean_obstacle
+from iwopd.rollout.noise import stream_key, uniforms
+from iwopd.rollout.sampling import SamplingSettings, choose
+from iwopd.types import Prompt, Rollout
+
+Path = Literal["auto", "lean", "model"]
+
+CACHE_BYTES_CPU = 2**31
+"""Key/value cache on a CPU: 2 GB. On a CUDA device: half of the memory that is free when a call starts."""
+PREFILL_TOKENS = 2**14
+"""Prompt tokens, padding included, that are read at a time."""
+REFILL_SHARE = 1 / 8
+"""Waiting prompts come in when this share of the batch is free: reading them one by one would cost a pass each."""
+
+
+class LocalSampler:
+    """Writes rollouts with a model that lives in this process.
+
+    The weights are read anew at every call, so a sampler can be kept while its model is trained. The model's mode (train or
+    eval) is what it was before the call; during it, everything is in eval mode and without gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: SamplingSettings,
+        *,
+        pad_id: int = 0,
+        vocab_size: int | None = None,
+        path: Path = "auto",
+        cache_tokens: int | None = None,
+    ) -> None:
+        """Sample from `model`.
+
+        pad_id: fills the left of shorter prompts; any id that the model can embed.
+        vocab_size: ids from here on do not exist (padding rows of the output matrix); by default all rows do.
+        path: `lean` insists on the lean path, `model` on the model's own forward, `auto` takes the lean one where it can.
+        cache_tokens: rows x tokens (prompt and answer) under way at a time; by default what fits in memory.
+        """
+        if path not in ("auto", "lean", "model"):
+            raise ValueError(f"path must be 'auto', 'lean' or 'model', got {path!r}")
+        if cache_tokens is not None and cache_tokens < 1:
+            raise ValueError(f"cache_tokens must be >= 1, got {cache_tokens}")
+        self.model = model
+        self.settings = settings
+        self.path: Path = path
+        self.cache_tokens = cache_tokens
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        self._embeddings = int(embedding.weight.shape[0])
+        if vocab_size is not None and not 0 < vocab_size <= self._embeddings:
+            raise ValueError(f"vocab_size is {vocab_size}, the model has {self._embeddings} ids")
+        if not 0 <= pad_id < self._embeddings:
+            raise ValueError(f"pad_id is {pad_id}, the model embeds ids 0..{self._embeddings - 1}")
+        self.pad_id = pad_id
+        self.vocab_size = vocab_size
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        step: int,
+        samples: int = 1,
+        max_tokens: Sequence[int] | None = None,
+    ) -> list[Rollout]:
+        """`samples` rollouts of each prompt, in the order of the prompts: all samples of the first, then of the second, ...
+
+        `max_tokens` sets a limit of its own for each prompt, up to the settings' (to go on from prefixes of various lengths).
+        Prompts that share an id share their noise.
+        """
+        if samples < 1:
+            raise ValueError(f"samples must be >= 1, got {samples}")
+        limits = [self.settings.max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
+        self._check(prompts, limits)
+        if not prompts:
+            return []
+        plan = _Plan(prompts, limits, samples, seed, step)
+        with _eval_mode(self.model):
+            decoder, rows = self._decoder(plan)
+            ids, logprobs = _Run(decoder, self.settings, plan, self.pad_id, rows, self.device).finish()
+        rollouts = []
+        for row, (tokens, token_logprobs) in enumerate(zip(ids, logprobs, strict=True)):
+            ended = int(tokens[-1]) in self.settings.stop_ids
+            prompt, sample = divmod(row, samples)
+            rollouts.append(Rollout(prompts[prompt], tokens, token_logprobs, "eos" if ended else "length", sample))
+        return rollouts
+
+    @property
+    def device(self) -> torch.device:
+        """Where prompts go: the device of the input embeddings."""
+        embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        device: torch.device = embedding.weight.device
+        return device
+
+    def _check(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
+        if len(limits) != len(prompts):
+            raise ValueError(f"max_tokens has {len(limits)} limits for {len(prompts)} prompts")
+        config: Any = self.model.config
+        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        most = getattr(text_config, "max_position_embeddings", None)
+        for prompt, limit in zip(prompts, limits, strict=True):
+            if not 1 <= limit <= self.settings.max_tokens:
+                raise ValueError(f"max_tokens of {prompt.id!r} is {limit}; it must lie in 1..{self.settings.max_tokens}")
+            if most is not None and len(prompt.token_ids) + limit > most:
+                raise ValueError(
+                    f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens: with max_tokens {limit} that is "
+                    f"{len(prompt.token_ids) + limit}, but the model's max_position_embeddings is {most}; "
+                    "lower max_tokens or filter long prompts"
+                )
+            if max(prompt.token_ids) >= self._embeddings:
+                raise ValueError(f"prompt {prompt.id!r} has id {max(prompt.token_ids)}; the model has {self._embeddings} ids")
+
+    def _decoder(self, plan: _Plan) -> tuple[Decoder, int]:
+        """A decoder over the weights of this moment, and how many rows may be under way."""
+        budget = self.cache_tokens if self.cache_tokens is not None else self._affordable_tokens()
+        rows = min(len(plan), max(1, budget // plan.width))
+        obstacle = None if self.path == "model" else lean_obstacle(self.model)
+        if self.path == "lean" and obstacle is not None:
+            raise ValueError(f"the lean path cannot run this model: {obstacle}; use path='auto' or 'model'")
+        if self.path == "model" or obstacle is not None:
+            return ModelDecoder(self.model, self.vocab_size), rows
+        return LeanDecoder(self.model, self.vocab_size, rows=rows, width=plan.width), rows
+
+    def _affordable_tokens(self) -> int:
+        config: Any = self.model.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        weight = next(self.model.parameters())
+        token_bytes = 2 * config.num_hidden_layers * heads * size * weight.element_size()
+        available = CACHE_BYTES_CPU
+        if weight.device.type == "cuda":
+            available = torch.cuda.mem_get_info(weight.device)[0] // 2
+        return max(1, available // int(token_bytes))
+
+
+class _Plan:
+    """What is to be written: rows in the caller's order, each a sample of a prompt."""
+
+    def __init__(self, prompts: Sequence[Prompt], limits: Sequence[int], samples: int, seed: int, step: int) -> None:
+        self.prompts = [prompt.token_ids for prompt in prompts]
+        self.names = [prompt.id for prompt in prompts]
+        self.samples = samples
+        self.limits = torch.tensor(limits).repeat_interleave(samples)
+        names = [stream_key(seed, step, prompt.id, sample) for prompt in prompts for sample in range(samples)]
+        self.keys = torch.tensor(names, dtype=torch.long)
+        self.width = max(len(prompt.token_ids) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        # Long prompts first: those that are read together are then of like length, and none is longer than the rows that it
+        # joins. All samples of a prompt stand together.
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].token_ids))
+        self.queue = [prompt * samples + sample for prompt in order for sample in range(samples)]
+
+    def __len__(self) -> int:
+        return len(self.limits)
+
+    def take(self, room: int) -> list[int]:
+        """The next rows of the queue: at most `room`, with at most `PREFILL_TOKENS` of prompt (one prompt at least)."""
+        longest = len(self.prompts[self.queue[0] // self.samples])
+        most_prompts = max(1, PREFILL_TOKENS // longest)
+        seen: set[int] = set()
+        count = 0
+        for row in self.queue[:room]:
+            seen.add(row // self.samples)
+            if len(seen) > most_prompts:
+                break
+            count += 1
+        taken, self.queue = self.queue[:count], self.queue[count:]
+        return taken
+
+
+@dataclass
+class _Run:
+    """The loop: admit, draw, retire, step. Tensors of state are [n], one entry for each row under way."""
+
+    decoder: Decoder
+    settings: SamplingSettings
+    plan: _Plan
+    pad_id: int
+    capacity: int
+    """Most rows under way."""
+    device: torch.device
+    history: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """Of each draw: rows, ids, log-probs."""
+
+    def __post_init__(self) -> None:
+        self.keys = self.plan.keys.to(self.device)
+        self.limits = self.plan.limits.to(self.device)
+        self.stops = torch.empty(0)
+        self.rows = torch.empty(0, dtype=torch.long, device=self.device)
+        """Which row of the plan stands here."""
+        self.ids = self.rows
+        """The token drawn last."""
+        self.lengths = self.rows
+        """Tokens drawn so far."""
+
+    def finish(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Ids and log-probs of every row of the plan, on the CPU."""
+        while self.plan.queue or len(self.rows):
+            if self.plan.queue and self._has_room():
+                self._admit(self.plan.take(self.capacity - len(self.rows)))
+            else:
+                self.ids = self._draw(self.decoder.step(self.ids), self.rows, self.lengths)
+                self.lengths = self.lengths + 1
+            self._retire()
+        rows, ids, logprobs = (torch.cat(values).cpu() for values in zip(*self.history, strict=True))
+        order = rows.argsort(stable=True)  # within a row: as they were drawn
+        lengths = rows.bincount(minlength=len(self.plan)).tolist()
+        # Copies: a view would keep every rollout of the step alive for as long as one of them.
+        return [x.clone() for x in ids[order].split(lengths)], [x.clone() for x in logprobs[order].split(lengths)]
+
+    def _has_room(self) -> bool:
+        under_way = len(self.rows)
+        if under_way == 0:
+            return True
+        free = self.capacity - under_way
+        return self.decoder.joins and free > 0 and free >= min(len(self.plan.queue), REFILL_SHARE * self.capacity)
+
+    def _admit(self, taken: list[int]) -> None:
+        prompts = list(dict.fromkeys(row // self.plan.samples for row in taken))
+        place = {prompt: index for index, prompt in enumerate(prompts)}
+        token_ids = [self.plan.prompts[prompt] for prompt in prompts]
+        longest = max(len(ids) for ids in token_ids)
+        padded = torch.tensor([(self.pad_id,) * (longest - len(ids)) + ids for ids in token_ids], device=self.device)
+        lengths = torch.tensor([len(ids) for ids in token_ids], device=self.device)
+        mask = torch.arange(longest, device=self.device) >= longest - lengths[:, None]
+        source = torch.tensor([place[row // self.plan.samples] for row in taken], device=self.device)
+        rows = torch.tensor(taken, device=self.device)
+        ids = self._draw(self.decoder.admit(padded, mask, source), rows, torch.zeros_like(rows))
+        self.ids = torch.cat((self.ids, ids))
+        self.rows = torch.cat((self.rows, rows))
+        self.lengths = torch.cat((self.lengths, torch.ones_like(rows)))
+
+    def _draw(self, logits: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+        """Draw and record a token for each of `rows`, which have `lengths` so far."""
+        if not len(self.stops):
+            self.stops = torch.zeros(logits.shape[1], dtype=torch.bool, device=self.device)
+            known = [stop for stop in self.settings.stop_ids if stop < logits.shape[1]]
+            self.stops[torch.tensor(known, dtype=torch.long, device=self.device)] = True
+        noise = None if self.settings.greedy else uniforms(self.keys[rows], lengths)
+        chosen = choose(logits.to(self.device), noise, self.settings)
+        if not math.isfinite(float(chosen.logprobs.sum())):
+            bad = ~torch.isfinite(chosen.logprobs)
+            raise FloatingPointError(
+                f"the model's logits are not finite at token {int(lengths[bad][0])} of an answer to prompt "
+                f"{self.plan.names[int(rows[bad][0]) // self.plan.samples]!r}: its weights may hold NaN"
+            )
+        self.history.append((rows, chosen.ids, chosen.logprobs))
+        return chosen.ids
+
+    def _retire(self) -> None:
+        """Take finished rows out: the last rows move to their places, so that the others stay where they are."""
+        goes_on = ~(self.stops[self.ids] | (self.lengths >= self.limits[self.rows]))
+        count = int(goes_on.sum())
+        if count == len(goes_on):
+            return
+        order = torch.arange(count, device=self.device)
+        order[~goes_on[:count]] = goes_on[count:].nonzero().squeeze(1) + count
+        if count:
+            self.decoder.select(order)
+        else:
+            self.decoder.clear()
+        self.ids, self.rows, self.lengths = self.ids[order], self.rows[order], self.lengths[order]
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Everything in eval mode; afterwards each module is what it was, also where parts of the model differed."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,204 @@
+"""Pretrained models on disk: one folder a recipe, built once, found for ever.
+
+    <cache>/tiny/<name>-<lineage>-<hash of the recipe>/   config.json  model.safetensors  tokenizer...  entry.json
+
+A folder is written under another name and renamed when it is whole. `entry.json` holds the recipe and the SHA-256 of every
+file: safetensors loads a flipped bit without a word, so an entry is checked whenever it is opened, and a damaged one is
+rebuilt. A lock beside the folder makes a second process wait for the first one's result instead of training the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from iwopd.tiny.models import RECIPE_VERSION, ModelRecipe
+from iwopd.tiny.pretrain import Progress
+
+log = logging.getLogger(__name__)
+ENTRY = "entry.json"
+_REQUIRED = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def cache_dir() -> Path:
+    """Where models are kept: `$IWOPD_CACHE`, or the user's cache directory."""
+    if chosen := os.environ.get("IWOPD_CACHE"):
+        return Path(chosen)
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("iwopd"))
+
+
+def cached_models(
+    recipes: Mapping[str, ModelRecipe], *, refresh: bool = False, progress: Progress | None = None
+) -> dict[str, Path]:
+    """Folders of these models by label, training those that are not there yet, side by side in processes of their own.
+
+    `progress` hears of each model by its label. `refresh` trains all of them again.
+    """
+    root = cache_dir() / "tiny"
+    folders = {label: root / recipe.key for label, recipe in recipes.items()}
+    if not refresh and all(damage(folder) is None for folder in folders.values()):
+        return folders
+    root.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        for key in sorted({folder.name for folder in folders.values()}):  # in one order everywhere: no deadlock
+            stack.enter_context(_locked(root / f"{key}.lock"))
+        missing: dict[str, ModelRecipe] = {}
+        for label, recipe in recipes.items():
+            state = damage(folders[label])
+            if state is not None and folders[label].exists():
+                log.warning("cached model %s is damaged (%s): training it again", folders[label], state)
+            if (refresh or state is not None) and recipe not in missing.values():
+                missing[label] = recipe
+        if missing:
+            _build(missing, root, progress)
+    return folders
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a cache entry, in a few words; None if it is whole."""
+    try:
+        files = json.loads((folder / ENTRY).read_text(encoding="utf-8"))["files"]
+        if lost := [name for name in _REQUIRED if name not in files]:
+            return f"{ENTRY} does not list {lost[0]}"
+        for name, digest in files.items():
+            if _sha256(folder / name) != digest:
+                return f"{name} has changed"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{ENTRY} cannot be used: {error}"
+    return None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the system frees when its owner dies; say so before waiting for somebody else's."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        log.warning("another process is training %s: waiting for it", path.stem)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build(recipes: Mapping[str, ModelRecipe], root: Path, progress: Progress | None) -> None:
+    """Train, seal and move into place. The caller holds the locks, so leftovers of the same recipes have no owner."""
+    for recipe in recipes.values():
+        for leftover in root.glob(f".{recipe.key}.*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    drafts = {label: Path(tempfile.mkdtemp(prefix=f".{recipe.key}.", dir=root)) for label, recipe in recipes.items()}
+    try:
+        _train(recipes, drafts, progress)
+        for label, draft in drafts.items():
+            _seal(draft, recipes[label])
+            _move(draft, root / recipes[label].key)
+    finally:
+        for draft in drafts.values():
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _train(recipes: Mapping[str, ModelRecipe], drafts: Mapping[str, Path], progress: Progress | None) -> None:
+    """One process a model, all at once; their lines of progress arrive through one queue in the caller's thread."""
+    lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
+    with ExitStack() as stack:
+        workers = {}
+        for label, recipe in recipes.items():
+            errors = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            worker = _start(recipe, drafts[label], errors)
+            stack.callback(_stop, worker)
+            workers[label] = worker, errors
+            threading.Thread(target=_forward, args=(label, worker, lines), daemon=True).start()
+        running = len(workers)
+        while running:
+            label, line = lines.get()
+            if line is not None:
+                if progress is not None and line.startswith("["):
+                    step, steps, loss = json.loads(line)
+                    progress(label, step, steps, loss)
+                continue
+            running -= 1
+            worker, errors = workers[label]
+            if code := worker.wait():
+                errors.seek(0)
+                raise RuntimeError(f"training of the {label} stopped with exit code {code}:\n{errors.read()[-2000:].strip()}")
+
+
+def _start(recipe: ModelRecipe, draft: Path, errors: IO[str]) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # the worker finds what this process finds
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "iwopd.tiny", str(draft)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env=environment,
+        text=True,
+        encoding="utf-8",
+    )
+    assert worker.stdin is not None
+    try:
+        json.dump(recipe.to_dict(), worker.stdin)
+        worker.stdin.close()
+    except BrokenPipeError:  # it died at once: its exit code and last words are reported later
+        pass
+    return worker
+
+
+def _forward(label: str, worker: subprocess.Popen[str], lines: queue.Queue[tuple[str, str | None]]) -> None:
+    assert worker.stdout is not None
+    with worker.stdout:
+        for line in worker.stdout:
+            lines.put((label, line))
+    lines.put((label, None))
+
+
+def _stop(worker: subprocess.Popen[str]) -> None:
+    if worker.poll() is None:
+        worker.kill()
+        worker.wait()
+
+
+def _seal(draft: Path, recipe: ModelRecipe) -> None:
+    files = {path.name: _sha256(path) for path in sorted(draft.iterdir())}
+    entry = {"version": RECIPE_VERSION, "recipe": recipe.to_dict(), "files": files}
+    (draft / ENTRY).write_text(json.dumps(entry, indent=1), encoding="utf-8")
+
+
+def _move(draft: Path, folder: Path) -> None:
+    """Rename into place; what stood there is renamed away first, because a folder cannot be renamed onto a full one."""
+    if folder.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        folder.rename(old / "old")
+        draft.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        draft.rename(folder)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,143 @@
+"""Models of the embedded world: named sizes, the recipe of a pretrained model, and an untrained model of a size.
+
+Qwen3 architecture, so every tool that knows Qwen3 knows these: 4 heads, 2 key/value heads, head size d/4, feed-forward
+2d, tied embeddings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from iwopd.tiny.tokenizer import EOS, PAD, TOKENS
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
+
+RECIPE_VERSION = 1
+"""Raise it when the same recipe would train another model: cached models of older versions are then left alone."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Width and depth."""
+
+    hidden: int
+    layers: int = 3
+
+    def __post_init__(self) -> None:
+        if self.hidden % 8 or self.hidden < 8 or self.layers < 1:
+            raise ValueError(f"hidden must be a positive multiple of 8 and layers at least 1, got {self}")
+
+
+STUDENT_SIZES: Mapping[str, ModelSize] = {"small": ModelSize(48), "medium": ModelSize(64), "large": ModelSize(80)}
+"""63k, 112k and 175k parameters."""
+TEACHER_SIZES: Mapping[str, ModelSize] = {"weak": ModelSize(64), "strong": ModelSize(96)}
+"""112k and 252k parameters."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stretch of supervised training with its own data and learning-rate schedule."""
+
+    steps: int
+    operands: int
+    right: float
+    """Probability that `unit` respects the order of operations; else it goes from left to right."""
+    unit: Literal["solution", "line"] = "solution"
+    """Whether each solution is wholly of one kind, or each of its lines is drawn by itself."""
+    learning_rate: float = 3e-3
+    schedule: Literal["trapezoid", "cosine"] = "trapezoid"
+    """`trapezoid`: warm-up, constant to 60 %, then linear to 5 %; `cosine`: from the full rate to 0."""
+    shorter: tuple[tuple[int, int], ...] = ()
+    """What the stage begins with, (steps, operands) each: long expressions are learnt sooner after short ones."""
+    batch: int = 32
+    warmup: int = 50
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1 or not 0 <= self.right <= 1:
+            raise ValueError(f"steps and batch must be at least 1 and right must lie in [0, 1], got {self}")
+        if sum(steps for steps, _ in self.shorter) > self.steps:
+            raise ValueError(f"the shorter expressions take more than the stage's {self.steps} steps: {self.shorter}")
+
+    def operands_at(self, step: int) -> int:
+        """Number of operands at this step (counted from 0)."""
+        for steps, operands in self.shorter:
+            if step < steps:
+                return operands
+            step -= steps
+        return self.operands
+
+    def learning_rate_at(self, step: int) -> float:
+        """Learning rate at this step (counted from 0)."""
+        if self.schedule == "cosine":
+            return self.learning_rate * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+        warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        done = step / self.steps
+        return self.learning_rate * warm * (1.0 if done < 0.6 else 1.0 - 0.95 * (done - 0.6) / 0.4)
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """Everything that decides the weights of a pretrained model."""
+
+    name: str
+    """Readable, part of the seed and of the cache folder's name."""
+    size: ModelSize
+    stages: tuple[Stage, ...]
+    lineage: int = 0
+    """Seed of initialisation and data order."""
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def seed(self) -> str:
+        return f"iwopd/tiny/{self.name}/{self.lineage}"
+
+    @property
+    def key(self) -> str:
+        """Name of the model's cache folder: readable, and different for every recipe and recipe version."""
+        text = json.dumps({"version": RECIPE_VERSION, **self.to_dict()}, sort_keys=True)
+        return f"{self.name}-{self.lineage}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelRecipe:
+        stages = tuple(
+            Stage(**{**stage, "shorter": tuple((int(s), int(n)) for s, n in stage["shorter"])}) for stage in values["stages"]
+        )
+        return cls(values["name"], ModelSize(**values["size"]), stages, values["lineage"])
+
+
+def new_model(size: ModelSize, seed: str) -> Qwen3ForCausalLM:
+    """An untrained model in float32; the same seed gives the same weights, and the global generator stays as it was."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(TOKENS),
+        hidden_size=size.hidden,
+        intermediate_size=2 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=size.hidden // 4,
+        max_position_embeddings=512,
+        initializer_range=0.8 / math.sqrt(size.hidden),
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=TOKENS.index(EOS),
+        pad_token_id=TOKENS.index(PAD),
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7]))
+        return Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]

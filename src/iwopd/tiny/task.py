@@ -1,0 +1,146 @@
+r"""The task of the embedded world: the last digit of an arithmetic expression, with order of operations.
+
+    problem    9+3+7+5*4+1              digits and operators, everything modulo 10
+    solution   5*4=0;9+3+7+0+1          one reduction a line, then the expression that is left
+               9+3=2;2+7+0+1
+               2+7=9;9+0+1
+               9+0=9;9+1
+               9+1=0;0
+               \boxed{0}
+
+Whoever knows the order of operations reduces the leftmost `*` first, and the leftmost operator once there is none. Whoever
+does not works from left to right. Only problems where the two end differently are kept, so one wrong line early usually
+costs the answer: a small model of a long chain of reasoning. All solutions of a problem have the same number of tokens.
+
+Randomness comes from `random.Random` seeded with text, which is the same on every machine and in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+Split = Literal["train", "eval"]
+
+OPERATORS = "+-*"
+MULTIPLY = 0.4
+"""Probability of `*` at each operator of a problem; `+` and `-` share the rest."""
+EVAL_SHARE = 8
+"""One expression in this many belongs to the evaluation split."""
+MIN_OPERANDS, MAX_OPERANDS = 3, 16
+"""With two operands the order of operations makes no difference."""
+_REPEATS = 20_000
+"""Repeats in a row after which the problems of a split count as used up."""
+_EXPRESSION = re.compile(r"[0-9](?:[+*-][0-9])*")
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+
+
+def answer(expression: str) -> str:
+    """The right last digit: products first, then sums."""
+    total, sign = 0, 1
+    for part in re.split(r"([+-])", _checked(expression)):
+        if part in ("+", "-"):
+            sign = 1 if part == "+" else -1
+        else:
+            product = 1
+            for digit in part.split("*"):
+                product *= int(digit)
+            total += sign * product
+    return str(total % 10)
+
+
+def check(prompt_text: str, response_text: str) -> bool:
+    r"""Whether the last complete `\boxed{...}` of the response holds the right last digit of the prompt's expression.
+
+    The response may be anything. The prompt must be an expression, with or without the `?` of the chat template.
+    """
+    right = answer(prompt_text.removesuffix("?"))
+    boxes = _BOXED.findall(response_text)
+    return bool(boxes) and boxes[-1] == right
+
+
+def right_solution(expression: str) -> str:
+    """The solution by the order of operations."""
+    return _solution(expression, lambda: True)
+
+
+def left_to_right_solution(expression: str) -> str:
+    """The solution of someone who does not know the order of operations."""
+    return _solution(expression, lambda: False)
+
+
+def mixed_solution(expression: str, precedence: float, rng: random.Random) -> str:
+    """A solution in which each line respects the order of operations with probability `precedence`, by itself."""
+    return _solution(expression, lambda: rng.random() < precedence)
+
+
+def response_tokens(operands: int) -> int:
+    """Tokens of every solution with this many operands, end-of-sequence included: 64 for 6, 102 for 8."""
+    return (operands - 1) * (operands + 6) + 4
+
+
+def split_of(expression: str) -> Split:
+    """Which split an expression belongs to: decided by its hash alone, so no seed can carry it across."""
+    return "eval" if hashlib.sha256(f"iwopd/tiny/{expression}".encode()).digest()[0] % EVAL_SHARE == 0 else "train"
+
+
+def problems(operands: int, split: Split, rng: random.Random) -> Iterator[str]:
+    """An endless stream of problems of one split, repeats possible."""
+    if not MIN_OPERANDS <= operands <= MAX_OPERANDS:
+        raise ValueError(f"operands must be between {MIN_OPERANDS} and {MAX_OPERANDS}, got {operands}")
+    while True:
+        expression = rng.choice("0123456789")
+        for _ in range(operands - 1):
+            expression += ("*" if rng.random() < MULTIPLY else rng.choice("+-")) + rng.choice("0123456789")
+        if split_of(expression) == split and _left_to_right_value(expression) != answer(expression):
+            yield expression
+
+
+def distinct_problems(operands: int, split: Split, rng: random.Random, count: int) -> list[str]:
+    """The first `count` different problems of the stream, in its order: a shorter list is the start of a longer one."""
+    found: dict[str, None] = {}
+    repeats = 0
+    stream = problems(operands, split, rng)
+    while len(found) < count:
+        expression = next(stream)
+        repeats = repeats + 1 if expression in found else 0
+        if repeats > _REPEATS:
+            raise ValueError(
+                f"only {len(found)} different {split} problems with {operands} operands were found, {count} were asked for; "
+                "ask for fewer or for more operands"
+            )
+        found[expression] = None
+    return list(found)
+
+
+def _checked(expression: str) -> str:
+    if not _EXPRESSION.fullmatch(expression):
+        raise ValueError(f"not an expression of digits and {OPERATORS!r}: {expression!r}")
+    return expression
+
+
+def _reduce(left: str, operator: str, right: str) -> str:
+    a, b = int(left), int(right)
+    return str((a * b if operator == "*" else a + b if operator == "+" else a - b) % 10)
+
+
+def _left_to_right_value(expression: str) -> str:
+    value = expression[0]
+    for i in range(1, len(expression), 2):
+        value = _reduce(value, expression[i], expression[i + 1])
+    return value
+
+
+def _solution(expression: str, respect_precedence: Callable[[], bool]) -> str:
+    """The worked solution; `respect_precedence` is asked once a line."""
+    left = list(_checked(expression))
+    lines = []
+    while len(left) > 1:
+        first = left.index("*") if respect_precedence() and "*" in left else 1
+        step = left[first - 1 : first + 2]
+        left[first - 1 : first + 2] = [_reduce(*step)]
+        lines.append(f"{''.join(step)}={left[first - 1]};{''.join(left)}")
+    return "\n".join([*lines, f"\\boxed{{{left[0]}}}"])

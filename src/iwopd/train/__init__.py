@@ -1,0 +1,1 @@
+"""Training: the loop, the update, checkpoints, tracking, run directories."""

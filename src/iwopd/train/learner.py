@@ -1,0 +1,163 @@
+"""The update: mini-batches, micro-batches by token budget, one global denominator, and no step on a broken gradient."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from iwopd import algo
+from iwopd.algo.signal import TrainingSignal
+from iwopd.config import Method, Optim
+from iwopd.lm import ResponseModel, Sequences, micro_batches, padding_waste
+from iwopd.train.ranks import Ranks
+from iwopd.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the update of one step did: means over its optimizer steps."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    """Supervised tokens of the batch."""
+    skipped: int
+    """Optimizer steps left out because loss or gradient was not finite."""
+    updates: int
+    """Optimizer steps taken."""
+    padding_waste: float
+    stats: algo.PolicyStats
+
+
+class Learner:
+    """Owns the optimizer of a student."""
+
+    def __init__(self, lm: ResponseModel, optim: Optim, method: Method, accelerator: Accelerator, ranks: Ranks) -> None:
+        self.lm, self.optim, self.method = lm, optim, method
+        self.accelerator, self.ranks = accelerator, ranks
+        self.parameters = [parameter for parameter in lm.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+        )
+        if optim.gradient_checkpointing:
+            lm.model.gradient_checkpointing_enable()
+
+    def update(self, batch: TokenBatch, signal: TrainingSignal, *, seed: int, step: int) -> Update:
+        """Train on a batch whose advantages and weights are known. The batch is the whole step's, on every rank."""
+        self.lm.model.train()
+        losses, norms, skipped, parts = [], [], 0, []
+        waste = []
+        for epoch in range(self.optim.ppo_epochs):
+            for rows in self._mini_batches(len(batch), seed, step, epoch):
+                denominator = int(signal.supervised[rows].sum())
+                if denominator == 0:
+                    continue
+                loss, stats, padding = self._accumulate(batch, signal, rows, denominator)
+                self.ranks.sum_gradients(self.parameters)
+                norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.optim.grad_clip))
+                losses.append(loss)
+                norms.append(norm)
+                parts.append(stats)
+                waste.append(padding)
+                if math.isfinite(loss) and math.isfinite(norm):
+                    self.optimizer.step()
+                else:
+                    skipped += 1
+                self.optimizer.zero_grad(set_to_none=True)
+        return Update(
+            loss=_mean(losses),
+            grad_norm=_mean(norms),
+            tokens=int(signal.supervised.sum()),
+            skipped=skipped,
+            updates=len(losses) - skipped,
+            padding_waste=_mean(waste),
+            stats=algo.PolicyStats.merge(parts) if parts else _no_stats(),
+        )
+
+    def _mini_batches(self, count: int, seed: int, step: int, epoch: int) -> list[list[int]]:
+        """Rows of each optimizer step; shuffled only if there are several, the same on every rank."""
+        rows = list(range(count))
+        if self.optim.mini_batches > 1:
+            random.Random(f"mini:{seed}:{step}:{epoch}").shuffle(rows)
+        size = math.ceil(count / self.optim.mini_batches)
+        return [rows[start : start + size] for start in range(0, count, size)]
+
+    def _accumulate(
+        self, batch: TokenBatch, signal: TrainingSignal, rows: Sequence[int], denominator: int
+    ) -> tuple[float, algo.PolicyStats, float]:
+        """Backward over this rank's rows; returns loss and statistics of all ranks."""
+        mine = rows[self.ranks.rank :: self.ranks.count]
+        totals = (batch.prompt_mask.sum(-1) + batch.lengths)[mine].tolist() if mine else []
+        groups = micro_batches(totals, self.optim.token_budget)
+        loss, parts = 0.0, []
+        for group in groups:
+            out = self._loss(batch, signal, [mine[place] for place in group], denominator)
+            out.loss.backward()
+            loss += float(out.loss.detach())
+            parts.append(out.stats)
+        everyone = self.ranks.gather((loss, [_on_cpu(part) for part in parts]))
+        merged = [part for _, stats in everyone for part in stats]
+        return sum(value for value, _ in everyone), algo.PolicyStats.merge(merged), padding_waste(totals, groups)
+
+    def _loss(self, batch: TokenBatch, signal: TrainingSignal, rows: Sequence[int], denominator: int) -> algo.PolicyLoss:
+        part = batch.select(rows)
+        device, width = self.lm.device, part.mask.shape[1]
+        sequences = Sequences.from_batch(part).to(device)
+
+        def cut(values: Tensor) -> Tensor:
+            return values[rows, :width].to(device)
+
+        correction = None
+        if part.rollout_logprobs is not None:
+            threshold = self.method.correction_threshold
+            correction = algo.rollout_correction(part.old_logprobs, part.rollout_logprobs, part.mask, threshold).to(device)
+        reference = part.reference_logprobs
+        terms: dict[str, Any] = {
+            "denominator": denominator,
+            "clip": self.method.clip,
+            "dual_clip": self.method.dual_clip,
+            "correction": correction,
+            "kl_coef": self.method.kl_coef,
+            "reference_logprobs": None if reference is None else reference.to(device),
+        }
+        old, advantages, supervised = part.old_logprobs.to(device), cut(signal.advantages), cut(signal.supervised)
+        if not self.lm.fused:
+            with self.accelerator.autocast():
+                logprobs = self.lm.logprobs(sequences)
+            return algo.policy_loss(logprobs, old, advantages, supervised, **terms)
+        with self.accelerator.autocast():
+            hidden = self.lm.hidden(sequences)
+        weight, bias = self.lm.head
+        return algo.fused_policy_loss(
+            hidden,
+            weight,
+            sequences.response_ids,
+            old,
+            advantages,
+            supervised,
+            bias=bias,
+            temperature=self.lm.temperature,
+            vocab_size=self.lm.vocab_size,
+            entropy_coef=self.method.entropy_coef,
+            **terms,
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _on_cpu(stats: algo.PolicyStats) -> algo.PolicyStats:
+    return algo.PolicyStats(**{name: getattr(stats, name).cpu() for name in stats.__dataclass_fields__})
+
+
+def _no_stats() -> algo.PolicyStats:
+    zero, one = torch.zeros(()), torch.ones(())
+    return algo.PolicyStats(zero, zero, zero, zero, zero, one, one)

@@ -1,0 +1,230 @@
+"""The loop. It does not know which method it runs: that is `algo.signal`, chosen by the settings."""
+
+from __future__ import annotations
+
+import signal as os_signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+
+from iwopd import algo
+from iwopd.algo.signal import TrainingSignal, training_signal
+from iwopd.config import Config
+from iwopd.eval.runner import evaluate
+from iwopd.lm import Sequences
+from iwopd.train.assembly import Parts
+from iwopd.train.checkpoint import CheckpointStore
+from iwopd.train.metrics import kept_rollouts, step_metrics
+from iwopd.train.rundir import RunDirectory
+from iwopd.train.tracking import Tracker
+from iwopd.types import Rollout, ScoredRollout, StepStats, TokenBatch
+
+MOST_SKIPPED = 3
+"""Steps in a row whose update may be skipped before the run gives up."""
+
+
+class TrainingStoppedError(RuntimeError):
+    """The run ended before its last step; `exit_code` is what the process should return."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Progress:
+    """What a checkpoint must bring back besides weights, optimizer and random states."""
+
+    step: int = 0
+    skipped_in_a_row: int = 0
+    skipped: int = 0
+    best: dict[str, float] = field(default_factory=dict)
+
+
+def train(
+    config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore, tracker: Tracker, done: Progress
+) -> Progress:
+    """Train from the step after `done.step` to the last one."""
+    with _interrupts() as interrupted:
+        if done.step == 0:
+            _evaluate(config, parts, run, tracker, 0)
+        for step in range(done.step + 1, config.steps + 1):
+            clock = Clock()
+            prompts = parts.order.batch(step)
+            rollouts = parts.write(prompts, config.seed, step, config.rollout.samples)
+            clock.lap("rollout")
+            scored, floored = _score(config, parts, rollouts)
+            batch = TokenBatch.collate(scored, pad_id=0)
+            clock.lap("teacher")
+            signal = _signal(config, batch, scored, progress=(step - 1) / max(1, config.steps - 1))
+            clock.lap("signal")
+            if step == done.step + 1 and not _check_head(parts, batch, tracker, step) and config.method.entropy_coef:
+                raise TrainingStoppedError("the entropy bonus needs the fused head, which this model does not fit", 2)
+            update = parts.learner.update(batch, signal, seed=config.seed, step=step)
+            clock.lap("update")
+            skipped = update.skipped > 0
+            done.step, done.skipped = step, done.skipped + update.skipped
+            done.skipped_in_a_row = done.skipped_in_a_row + 1 if skipped else 0
+            metrics = step_metrics(batch, signal, rollouts, update, floored)
+            stats = StepStats(step, update.loss, update.grad_norm, update.tokens, len(rollouts), skipped, clock.laps, metrics)
+            if skipped and parts.ranks.is_main:
+                _dump(run, batch, signal, step)
+            tracker.step(stats)
+            last = step == config.steps or bool(interrupted)
+            if step % config.eval.every == 0 or step == config.steps:
+                _evaluate(config, parts, run, tracker, step)
+            if done.skipped_in_a_row >= MOST_SKIPPED:
+                raise TrainingStoppedError(
+                    f"loss or gradient was not finite in {MOST_SKIPPED} steps in a row, up to step {step}; the weights were "
+                    f"not touched, the batches lie in {run.path}. Lower optim.lr, or look at the log-probs in the dumps",
+                    exit_code=1,
+                )
+            if step % config.checkpoint.every == 0 or last:
+                save(parts, store, done)
+            if interrupted:
+                name = os_signal.Signals(interrupted[0]).name
+                raise TrainingStoppedError(f"stopped by {name} after step {step}; continue with --resume", 128 + interrupted[0])
+    return done
+
+
+def save(parts: Parts, store: CheckpointStore, done: Progress) -> None:
+    if parts.ranks.is_main:
+        state: dict[str, Any] = {
+            "step": done.step,
+            "skipped": done.skipped,
+            "skipped_in_a_row": done.skipped_in_a_row,
+            "best": done.best,
+        }
+        store.save(done.step, model=parts.student, tokenizer=parts.tokenizer, optimizer=parts.learner.optimizer, state=state)
+
+
+def _score(config: Config, parts: Parts, rollouts: list[Rollout]) -> tuple[list[ScoredRollout], int]:
+    """Old, teacher and reference log-probs; impossible tokens floored and counted."""
+
+    def work(mine: Any) -> list[tuple[ScoredRollout, int]]:
+        old, teacher = parts.student_scorer.score(mine), parts.teacher_scorer.score(mine)
+        reference = parts.reference_scorer.score(mine) if parts.reference_scorer else [None] * len(mine)
+        results = []
+        for rollout, lp_0, lp_t, lp_r in zip(mine, old, teacher, reference, strict=True):
+            everywhere = torch.ones(len(rollout), dtype=torch.bool)
+            floored = algo.floor_logprobs(lp_t, everywhere)
+            lp_r = None if lp_r is None else algo.floor_logprobs(lp_r, everywhere, name="reference_logprobs").logprobs
+            results.append((ScoredRollout(rollout, lp_0, floored.logprobs, lp_r), floored.floored))
+        return results
+
+    kept = [rollout for rollout in rollouts if config.rollout.truncated != "drop" or rollout.stop_reason == "eos"]
+    if not kept:
+        raise TrainingStoppedError(
+            "every rollout of the step was cut off and rollout.truncated is 'drop': nothing is left to train on. "
+            "Raise rollout.max_tokens, or keep them",
+            exit_code=1,
+        )
+    pairs = parts.ranks.share(kept, work)
+    return [item for item, _ in pairs], sum(count for _, count in pairs)
+
+
+def _signal(config: Config, batch: TokenBatch, scored: list[ScoredRollout], progress: float) -> TrainingSignal:
+    mask = batch.mask
+    if config.rollout.truncated == "mask":
+        whole = torch.tensor([item.rollout.stop_reason == "eos" for item in scored])
+        mask = mask & whole[:, None]
+    return training_signal(
+        batch.teacher_logprobs,
+        batch.old_logprobs,
+        mask,
+        advantage=config.method.advantage,
+        weights=config.method.weights,
+        weight_params=config.method.params,
+        progress=progress,
+        reference_logprobs=batch.reference_logprobs,
+        scale=config.method.scale,
+        weighting=config.method.weighting,
+    )
+
+
+def _check_head(parts: Parts, batch: TokenBatch, tracker: Tracker, step: int) -> bool:
+    """Compare the fused head with the model's own logits on a few rows of a real batch."""
+    sequences = Sequences.from_batch(batch.select(list(range(min(2, len(batch)))))).to(parts.device)
+    users = {"student": [parts.learner.lm, parts.student_scorer.lm], "teacher": [parts.teacher_scorer.lm]}
+    for name, models in users.items():
+        difference = max(lm.check_head(sequences) for lm in models)
+        if not models[0].fused:
+            tracker.say(
+                f"step {step}: the {name}'s own logits differ from its output matrix by {difference:.3g} (a soft cap?): "
+                "using its own logits, which takes more memory"
+            )
+    return parts.learner.lm.fused
+
+
+def _evaluate(config: Config, parts: Parts, run: RunDirectory, tracker: Tracker, step: int) -> None:
+    if parts.task is None:
+        return
+    start = time.perf_counter()
+    samples = config.eval.samples
+
+    def write(prompts: Any) -> list[Rollout]:
+        # The same noise at every step and for every method: differences are the model's.
+        return parts.ranks.share(
+            prompts, lambda mine: parts.eval_sampler.sample(mine, seed=config.seed, step=0, samples=samples)
+        )
+
+    evaluation = evaluate(parts.task, write, parts.tokenizer, samples=samples, step=step)
+    if not parts.ranks.is_main:
+        return
+    tracker.evaluation(evaluation.result, time.perf_counter() - start)
+    for record in kept_rollouts(config, parts, evaluation, step):
+        run.append("rollouts.jsonl", record)
+
+
+def _dump(run: RunDirectory, batch: TokenBatch, signal: TrainingSignal, step: int) -> None:
+    """Keep the batch of a skipped update, for whoever wants to know why."""
+    from safetensors.torch import save_file
+
+    tensors = {
+        "response_ids": batch.response_ids,
+        "mask": batch.mask,
+        "old_logprobs": batch.old_logprobs,
+        "teacher_logprobs": batch.teacher_logprobs,
+        "advantages": signal.advantages,
+        "weights": signal.weights,
+    }
+    save_file(
+        {name: values.contiguous() for name, values in tensors.items()}, run.path / f"skipped-step-{step:06d}.safetensors"
+    )
+
+
+class Clock:
+    """Wall time by stage."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """The signals received: the first asks for a stop after the step, a second Ctrl-C stops at once."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    numbers = (os_signal.SIGTERM, os_signal.SIGINT)
+    before = {number: os_signal.signal(number, note) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            os_signal.signal(number, handler)

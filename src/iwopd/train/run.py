@@ -1,0 +1,61 @@
+"""A whole run: set it up or bring it back, train, report how it ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from iwopd import tiny
+from iwopd.config import Config
+from iwopd.train.assembly import assemble
+from iwopd.train.checkpoint import Checkpoint, CheckpointStore
+from iwopd.train.loop import Progress, train
+from iwopd.train.rundir import RunDirectory
+from iwopd.train.tracking import Tracker
+
+
+def run_training(
+    config: Config,
+    folder: Path,
+    *,
+    resume: bool = False,
+    allow_changes: bool = False,
+    progress: tiny.Progress | None = None,
+) -> Progress:
+    """Train in `folder`. With `resume`, go on from the newest valid checkpoint (or from the start if there is none)."""
+    run = RunDirectory(folder)
+    messages: list[str] = []
+    if resume:
+        run.about()  # fail before any model is loaded
+    parts = assemble(config, messages.append, progress)
+    data = parts.order.fingerprint()
+    if parts.ranks.is_main:
+        if resume:
+            run.check_resume(config, data, allow_changes=allow_changes)
+        else:
+            run.create(config, data)
+    parts.ranks.gather(None)  # the others wait for the directory
+    store = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep, notify=messages.append)
+    checkpoint = store.latest() if resume else None
+    done = Progress()
+    if resume and checkpoint is not None:
+        done = _bring_back(checkpoint, parts)
+    if resume and parts.ranks.is_main:
+        run.rewind(done.step if checkpoint is not None else -1)
+    tracker = Tracker(config, run, is_main=parts.ranks.is_main)
+    try:
+        for message in messages:
+            tracker.say(message)
+        if resume:
+            tracker.say(f"resuming {folder} after step {done.step}")
+        return train(config, parts, run, store, tracker, done)
+    finally:
+        tracker.close()
+
+
+def _bring_back(checkpoint: Checkpoint, parts: Any) -> Progress:
+    checkpoint.load_model_weights(parts.student)
+    checkpoint.load_optimizer(parts.learner.optimizer)
+    checkpoint.restore_rng()
+    state = checkpoint.state
+    return Progress(state["step"], state["skipped_in_a_row"], state["skipped"], state["best"])

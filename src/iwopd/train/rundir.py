@@ -1,0 +1,125 @@
+"""The run directory: what a run leaves behind, and the interface that comparison, report and figures read.
+
+    run.json          format version, version of iwopd, fingerprint of the data
+    config.toml       the resolved settings
+    metrics.jsonl     one object a step
+    evals.jsonl       one object an evaluation
+    rollouts.jsonl    a few rollouts of each evaluation, token by token
+    checkpoints/      see `train.checkpoint`
+
+`docs/run-directory.md` has the fields.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import iwopd
+from iwopd.config import Config, config_toml, differences, load_config
+
+FORMAT = 1
+LOGS = ("metrics.jsonl", "evals.jsonl", "rollouts.jsonl")
+FREE_TO_CHANGE = ("tracking", "steps", "checkpoint", "eval.kept_rollouts")
+"""Settings that a resumed run may change without becoming another run."""
+
+
+class RunError(RuntimeError):
+    """A run directory that cannot be used as asked, with the way out."""
+
+
+class RunDirectory:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def create(self, config: Config, data: str) -> None:
+        """Start a new run; refuses a directory that holds one."""
+        if (self.path / "run.json").exists():
+            raise RunError(
+                f"{self.path} holds a run already: continue it with --resume, or choose another directory with --out"
+            )
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.path / "config.toml", config_toml(config))
+        about = {"format": FORMAT, "iwopd": iwopd.__version__, "data": data}
+        write_atomic(self.path / "run.json", json.dumps(about, indent=2) + "\n")
+
+    def check_resume(self, config: Config, data: str, *, allow_changes: bool) -> None:
+        """Refuse to continue with other settings or other data, naming what differs."""
+        about = self.about()
+        changes = differences(self.config(), config, ignore=FREE_TO_CHANGE)
+        if about.get("data") != data:
+            changes.append(f"training prompts: fingerprint {about.get('data')} -> {data}")
+        if changes and not allow_changes:
+            listed = "\n  ".join(changes)
+            raise RunError(
+                f"{self.path} was started with other settings:\n  {listed}\n"
+                "Resume with the old ones, start a new run with --out, or insist with --allow-changes"
+            )
+        write_atomic(self.path / "config.toml", config_toml(config))
+        write_atomic(self.path / "run.json", json.dumps({**about, "data": data}, indent=2) + "\n")
+
+    def about(self) -> dict[str, Any]:
+        try:
+            about: dict[str, Any] = json.loads((self.path / "run.json").read_text())
+        except FileNotFoundError:
+            raise RunError(f"{self.path} is not a run directory (no run.json); start one with `iwopd train RECIPE`") from None
+        except json.JSONDecodeError as error:
+            raise RunError(f"{self.path / 'run.json'} is damaged: {error}") from None
+        if about.get("format") != FORMAT:
+            raise RunError(f"{self.path} has format {about.get('format')}, this version of iwopd reads format {FORMAT}")
+        return about
+
+    def config(self) -> Config:
+        return load_config(self.path / "config.toml")
+
+    def append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Add a line to one of the logs, as one write."""
+        line = json.dumps(_plain(record), allow_nan=False) + "\n"
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def read(self, name: str) -> Iterator[dict[str, Any]]:
+        """The records of a log; a last line that was cut off by a crash is left out."""
+        path = self.path / name
+        if not path.exists():
+            return
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+
+    def rewind(self, step: int) -> None:
+        """Drop log records after `step`: a resumed run will write them again."""
+        for name in LOGS:
+            if (self.path / name).exists():
+                kept = [json.dumps(record) + "\n" for record in self.read(name) if record["step"] <= step]
+                write_atomic(self.path / name, "".join(kept))
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file's content in one go: a crash leaves the old or the new, never a part."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: it becomes null."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

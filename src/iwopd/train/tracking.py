@@ -1,0 +1,211 @@
+"""One seam for everything that wants to know how a run is going: JSONL always, a console, and trackers that people bring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from iwopd.config import Config, ConfigError, flatten
+from iwopd.train.rundir import RunDirectory
+from iwopd.types import EvalResult, StepStats
+
+
+class Backend(Protocol):
+    """A tracker of the user's choice."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracker:
+    """Fans out what the loop reports. On ranks other than the first it is silent."""
+
+    def __init__(self, config: Config, run: RunDirectory, *, is_main: bool = True, console: Console | None = None) -> None:
+        self.config, self.run, self.is_main = config, run, is_main
+        self.console = console or Console(stderr=True)
+        self.view = _view(config, self.console) if is_main else None
+        self.backends = [_backend(name, config, run.path) for name in config.tracking.trackers] if is_main else []
+
+    def step(self, stats: StepStats) -> None:
+        if not self.is_main:
+            return
+        seconds = sum(stats.seconds.values())
+        tokens = stats.metrics["rollout/length_mean"] * stats.rollouts
+        record: dict[str, Any] = {
+            "step": stats.step,
+            "loss": stats.loss,
+            "grad_norm": stats.grad_norm,
+            "tokens": stats.tokens,
+            "rollouts": stats.rollouts,
+            "skipped": stats.skipped,
+            **{f"time/{name}": round(value, 6) for name, value in stats.seconds.items()},
+            "time/step": seconds,
+            "throughput/tokens_per_second": tokens / seconds if seconds else 0.0,
+            **stats.metrics,
+        }
+        self.run.append("metrics.jsonl", record)
+        self._log(stats.step, record)
+        if self.view:
+            self.view.step(record)
+
+    def evaluation(self, result: EvalResult, seconds: float) -> None:
+        if not self.is_main:
+            return
+        record = {
+            "step": result.step,
+            "task": result.task,
+            "mean": result.mean,
+            "problems": len(result.problem_ids),
+            "samples": result.scores.shape[1],
+            "seconds": round(seconds, 3),
+            "problem_ids": list(result.problem_ids),
+            "scores": result.scores.tolist(),
+        }
+        self.run.append("evals.jsonl", record)
+        self._log(result.step or 0, {f"eval/{result.task}": result.mean})
+        if self.view:
+            self.view.evaluation(record)
+
+    def say(self, text: str) -> None:
+        """A message for the person."""
+        if self.is_main and self.config.tracking.console != "off":
+            self.console.print(text, style="yellow", markup=False, highlight=False)
+
+    def close(self) -> None:
+        if self.view:
+            self.view.close()
+        for backend in self.backends:
+            backend.close()
+
+    def _log(self, step: int, record: Mapping[str, Any]) -> None:
+        numbers = {name: float(value) for name, value in record.items() if isinstance(value, (int, float)) and name != "step"}
+        for backend in self.backends:
+            backend.log(step, numbers)
+
+
+class PlainView:
+    """A line a step, for logs and pipes."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self.steps, self.console = config.steps, console
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        stages = " ".join(f"{name} {record[f'time/{name}']:.2f}s" for name in ("rollout", "teacher", "update"))
+        self._print(
+            f"step {record['step']}/{self.steps}  loss {record['loss']:+.4f}  kl {record['kl/sampled']:.3f}  "
+            f"|gap| {record['gap/abs_mean']:.3f}  weight {record['weights/mean']:.2f}  grad {record['grad_norm']:.2f}  "
+            f"length {record['rollout/length_mean']:.0f}  cut {record['rollout/truncated']:.0%}  {stages}  "
+            f"{record['throughput/tokens_per_second']:.0f} tok/s" + ("  UPDATE SKIPPED" if record["skipped"] else "")
+        )
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        self._print(f"step {record['step']}/{self.steps}  {record['task']} {100 * record['mean']:.1f} %")
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, text: str) -> None:
+        print(text, file=self.console.file, flush=True)
+
+
+class LiveView:
+    """A small table that stays in place."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self.steps = config.steps
+        self.latest: dict[str, Any] = {}
+        self.scores: list[tuple[int, float]] = []
+        self.live = Live(console=console, refresh_per_second=4, transient=False)
+        self.live.start()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self.latest = dict(record)
+        self.live.update(self._table())
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        self.scores.append((record["step"], record["mean"]))
+        self.live.update(self._table())
+
+    def close(self) -> None:
+        self.live.stop()
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        now = self.latest
+        if now:
+            done = now["step"] / self.steps
+            left = now["time/step"] * (self.steps - now["step"])
+            bar = "█" * round(20 * done) + "░" * (20 - round(20 * done))
+            table.add_row("step", f"{now['step']}/{self.steps} {bar} about {left:.0f} s left")
+            table.add_row("learning", f"loss {now['loss']:+.4f}   KL {now['kl/sampled']:.3f}   |gap| {now['gap/abs_mean']:.3f}")
+            weights = f"{now['weights/mean']:.2f} ({now['weights/min']:.2f} to {now['weights/max']:.2f})"
+            table.add_row("weights", weights)
+            table.add_row("answers", f"{now['rollout/length_mean']:.0f} tokens, {now['rollout/truncated']:.0%} cut off")
+            stages = "   ".join(f"{name} {now[f'time/{name}']:.2f} s" for name in ("rollout", "teacher", "update"))
+            table.add_row("time", f"{stages}   {now['throughput/tokens_per_second']:.0f} tokens/s")
+        if self.scores:
+            table.add_row("accuracy", "   ".join(f"step {step}: {100 * mean:.1f} %" for step, mean in self.scores[-5:]))
+        return table
+
+
+def _view(config: Config, console: Console) -> PlainView | LiveView | None:
+    choice = config.tracking.console
+    if choice == "off":
+        return None
+    if choice == "live" or (choice == "auto" and console.is_terminal):
+        return LiveView(config, console)
+    return PlainView(config, console)
+
+
+class _TensorBoard:
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.writer = _need("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Wandb:
+    """Weights & Biases, and trackio, which offers the same three calls."""
+
+    module = "wandb"
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.library = _need(self.module, self.module)
+        settings = dict(flatten(config.model_dump(mode="json")))
+        self.library.init(project=config.tracking.project, name=folder.name, config=settings)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.library.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.library.finish()
+
+
+class _Trackio(_Wandb):
+    module = "trackio"
+
+
+_BACKENDS: dict[str, type[_TensorBoard] | type[_Wandb]] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio}
+
+
+def _backend(name: str, config: Config, folder: Path) -> Backend:
+    return _BACKENDS[name](config, folder)
+
+
+def _need(module: str, extra: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"the tracker {extra!r} is not installed ({error}): pip install 'iwopd[{extra}]'") from None

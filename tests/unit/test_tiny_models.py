@@ -1,0 +1,163 @@
+"""Recipes, schedules, untrained models and the batches of pretraining."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+import torch
+
+from iwopd.tiny import task
+from iwopd.tiny.models import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, ModelSize, Stage, new_model
+from iwopd.tiny.pretrain import solution_loss, training_batches
+from iwopd.tiny.tokenizer import build_tokenizer
+from iwopd.tiny.world import WORLDS, world_recipe
+
+
+def parameters(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_sizes_are_three_students_and_two_teachers_in_order() -> None:
+    students = [parameters(new_model(size, "x")) for size in STUDENT_SIZES.values()]
+    teachers = [parameters(new_model(size, "x")) for size in TEACHER_SIZES.values()]
+    assert students == sorted(set(students))
+    assert len(students) >= 3
+    assert teachers == sorted(set(teachers))
+    assert len(teachers) == 2
+    assert students[-1] < teachers[-1]
+    assert STUDENT_SIZES["medium"].hidden == 64
+    assert students[list(STUDENT_SIZES).index("medium")] == 112_480
+    assert teachers[-1] == 251_664
+
+
+def test_new_models_depend_on_their_seed_and_leave_the_global_generator_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    a, b, c = (new_model(ModelSize(16, 1), seed).state_dict() for seed in ("a", "a", "c"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["model.embed_tokens.weight"], c["model.embed_tokens.weight"])
+    assert abs(float(a["model.embed_tokens.weight"][1:].std()) - 0.8 / 4) < 0.03
+
+
+def test_trapezoid_warms_up_holds_and_falls_to_a_twentieth() -> None:
+    stage = Stage(1000, 6, 1.0, learning_rate=1.0)
+    rates = [stage.learning_rate_at(step) for step in range(1000)]
+    assert rates[0] == pytest.approx(1 / 50)
+    assert set(rates[49:600]) == {1.0}
+    assert rates[600:] == sorted(set(rates[600:]), reverse=True)
+    assert rates[-1] == pytest.approx(0.05, abs=0.005)
+
+
+def test_cosine_falls_from_the_full_rate_to_nothing() -> None:
+    rates = [Stage(100, 6, 1.0, learning_rate=2.0, schedule="cosine").learning_rate_at(step) for step in range(100)]
+    assert rates[0] == 2.0
+    assert rates[50] == pytest.approx(1.0)
+    assert 0 < rates[-1] < 0.01
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_stage_begins_with_its_shorter_expressions() -> None:
+    stage = Stage(10, 8, 1.0, shorter=((3, 4), (2, 6)))
+    assert [stage.operands_at(step) for step in range(10)] == [4, 4, 4, 6, 6, 8, 8, 8, 8, 8]
+    shapes = [(tuple(ids.shape), prompt) for ids, prompt in training_batches(stage, random.Random(0))]
+    assert shapes[0] == ((32, 8 + task.response_tokens(4)), 8)
+    assert shapes[3] == ((32, 12 + task.response_tokens(6)), 12)
+    assert shapes[9] == ((32, 16 + task.response_tokens(8)), 16)
+
+
+@pytest.mark.parametrize(
+    "values", [{"steps": 0}, {"batch": 0}, {"right": 1.5}, {"shorter": ((5, 4), (6, 5))}], ids=lambda v: next(iter(v))
+)
+def test_impossible_stages_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(values))):
+        Stage(**{"steps": 10, "operands": 6, "right": 1.0, **values})  # type: ignore[arg-type]
+
+
+def test_training_rows_are_the_chat_template_with_solutions_of_training_problems() -> None:
+    tokenizer = build_tokenizer()
+    ids, prompt_tokens = next(training_batches(Stage(1, 6, right=0.5, batch=200), random.Random(0)))
+    kinds = []
+    for row in ids.tolist():
+        expression = str(tokenizer.decode(row[: prompt_tokens - 1]))
+        solution = str(tokenizer.decode(row[prompt_tokens:], skip_special_tokens=True))
+        messages = [{"role": "user", "content": expression}, {"role": "assistant", "content": solution}]
+        assert tokenizer.encode(str(tokenizer.apply_chat_template(messages, tokenize=False))) == row
+        assert task.split_of(expression) == "train"
+        assert solution in (task.right_solution(expression), task.left_to_right_solution(expression))
+        kinds.append(solution == task.right_solution(expression))
+    assert 70 < sum(kinds) < 130
+
+
+def test_line_stages_mix_within_a_solution() -> None:
+    ids, prompt_tokens = next(training_batches(Stage(1, 6, right=0.5, unit="line", batch=200), random.Random(0)))
+    tokenizer = build_tokenizer()
+    mixed = 0
+    for row in ids.tolist():
+        expression = str(tokenizer.decode(row[: prompt_tokens - 1]))
+        solution = str(tokenizer.decode(row[prompt_tokens:-1]))
+        mixed += solution not in (task.right_solution(expression), task.left_to_right_solution(expression))
+    assert mixed > 50
+
+
+def test_loss_is_the_cross_entropy_of_response_tokens_only() -> None:
+    model = new_model(ModelSize(16, 1), "loss")
+    ids, prompt_tokens = next(training_batches(Stage(1, 3, 1.0, batch=2), random.Random(0)))
+    logprobs = model(input_ids=ids).logits.double().log_softmax(-1)
+    terms = [-logprobs[b, t - 1, ids[b, t]] for b in range(2) for t in range(prompt_tokens, ids.shape[1])]
+    expected = torch.stack(terms).mean().item()
+    assert solution_loss(model, ids, prompt_tokens).item() == pytest.approx(expected, rel=1e-5)
+
+
+def recipe() -> ModelRecipe:
+    return ModelRecipe("r", ModelSize(16, 1), (Stage(10, 6, 1.0, shorter=((2, 4),)), Stage(5, 6, 0.5, unit="line")))
+
+
+def test_recipes_survive_json() -> None:
+    assert ModelRecipe.from_dict(json.loads(json.dumps(recipe().to_dict()))) == recipe()
+
+
+def test_every_field_of_a_recipe_changes_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = recipe()
+    first = base.stages[0]
+    changed = [
+        dataclasses.replace(base, name="s"),
+        dataclasses.replace(base, lineage=1),
+        dataclasses.replace(base, size=ModelSize(24, 1)),
+        dataclasses.replace(base, size=ModelSize(16, 2)),
+        dataclasses.replace(base, stages=base.stages[:1]),
+        dataclasses.replace(base, stages=(dataclasses.replace(first, shorter=((2, 5),)), *base.stages[1:])),
+    ]
+    for name, value in {"steps": 11, "operands": 7, "right": 0.9, "unit": "line", "learning_rate": 1e-3}.items():
+        changed.append(dataclasses.replace(base, stages=(dataclasses.replace(first, **{name: value}), *base.stages[1:])))  # type: ignore[arg-type]
+    for name, value in {"schedule": "cosine", "batch": 16, "warmup": 5}.items():
+        changed.append(dataclasses.replace(base, stages=(dataclasses.replace(first, **{name: value}), *base.stages[1:])))  # type: ignore[arg-type]
+    keys = {base.key, *(r.key for r in changed)}
+    assert len(keys) == 1 + len(changed)
+    assert recipe().key == base.key
+    monkeypatch.setattr("iwopd.tiny.models.RECIPE_VERSION", 10**6)
+    assert base.key not in keys
+
+
+@pytest.mark.parametrize("name", list(WORLDS))
+def test_named_worlds_have_a_key_for_every_teacher_student_and_lineage(name: str) -> None:
+    recipes = [
+        world_recipe(name, teacher=teacher, student=student, lineage=lineage)
+        for teacher in TEACHER_SIZES
+        for student in STUDENT_SIZES
+        for lineage in (0, 1)
+    ]
+    assert len({r.teacher.key for r in recipes}) == 2 * len(TEACHER_SIZES)
+    assert len({r.student.key for r in recipes}) == 2 * len(STUDENT_SIZES)
+    assert all(stage.operands == r.operands for r in recipes for m in (r.teacher, r.student) for stage in m.stages)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "near"), [("name", "claen", "clean"), ("teacher", "storng", "strong"), ("student", "huge", "")]
+)
+def test_unknown_names_are_answered_with_the_known_ones(kind: str, name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"{name!r}; known: .*{near}"):
+        world_recipe(**{kind: name})  # type: ignore[arg-type]
