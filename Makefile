@@ -38,9 +38,11 @@ format: setup
 
 bench: setup
 	@$(BIN)/python bench/logprobs.py
+	@$(BIN)/python bench/rollout.py
+	@$(BIN)/python bench/step.py
 
 demo: setup
-	@$(BIN)/python examples/quickstart.py
+	@$(BIN)/iwopd demo
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

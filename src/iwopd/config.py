@@ -236,9 +236,9 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
     known = [name for name, _ in settings()]
     for name, _ in flatten(values):
         if name not in known and not name.startswith("method.params."):
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             tail = name.rpartition(".")[2]
-            near = near or [key for key in known if key.rpartition(".")[2] == tail]
+            near = [key for key in known if key.rpartition(".")[2] == tail]
+            near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "`iwopd train --help` lists all settings"
             raise ConfigError(f"{where}: unknown setting {name!r}; {hint}")
 

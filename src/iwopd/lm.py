@@ -63,7 +63,8 @@ class ResponseModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     @property
     def head(self) -> tuple[Tensor, Tensor | None]:
@@ -112,7 +113,8 @@ class ResponseModel:
         def compute(ids: Tensor) -> Tensor:
             logits = self.model(input_ids=ids[None], use_cache=False).logits[0, source, : self.vocab_size]
             scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-            return scaled.log_softmax(-1).gather(-1, response_ids[:, None]).squeeze(-1)
+            logprobs: Tensor = scaled.log_softmax(-1).gather(-1, response_ids[:, None]).squeeze(-1)
+            return logprobs
 
         values: Tensor = checkpoint(compute, input_ids, use_reentrant=False) if torch.is_grad_enabled() else compute(input_ids)
         return values

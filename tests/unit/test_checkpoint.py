@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from iwopd.train import checkpoint as module
@@ -44,11 +42,14 @@ SIZES: dict[str, Any] = {
 }
 
 
-def build(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+def new(config: Any) -> Any:
+    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+
+
+def build(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Any:
     """A tiny model in training mode, with dropout, so that every step draws random numbers."""
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied, attention_dropout=0.1))
-    return model.to(dtype).train()
+    return new(Qwen3Config(**SIZES, tie_word_embeddings=tied, attention_dropout=0.1)).to(dtype).train()
 
 
 def build_optimizer(model: torch.nn.Module) -> Optimizer:
@@ -58,10 +59,11 @@ def build_optimizer(model: torch.nn.Module) -> Optimizer:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers  # type: ignore[import-untyped]
 
-    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")), unk_token="t0")
+    core = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="t0")  # type: ignore[no-untyped-call]
 
 
 def train(model: Any, optimizer: Optimizer, steps: int) -> None:
@@ -93,9 +95,13 @@ def differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without oneDNN: virtual machines that announce AMX but forbid it die of its bfloat16 products."""
+def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread, and no oneDNN: virtual machines that announce AMX but forbid it die of its bfloat16 products."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -136,9 +142,17 @@ def flip(path: Path, offset: int | None = None) -> None:
 # --- bit for bit ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("left_out", ["nothing", "model", "optimizer", "rng"])
+@pytest.mark.parametrize(
+    ("tied", "dtype", "left_out"),
+    [
+        (True, torch.float32, "nothing"),
+        (False, torch.float32, "nothing"),
+        (True, torch.bfloat16, "nothing"),
+        (True, torch.float32, "model"),
+        (True, torch.float32, "optimizer"),
+        (True, torch.float32, "rng"),
+    ],
+)
 def test_resumed_steps_equal_uninterrupted_ones(store: CheckpointStore, tied: bool, dtype: torch.dtype, left_out: str) -> None:
     model = build(1, tied=tied, dtype=dtype)
     optimizer = build_optimizer(model)
@@ -160,8 +174,7 @@ def test_resumed_steps_equal_uninterrupted_ones(store: CheckpointStore, tied: bo
     if left_out != "rng":
         found.restore_rng()
     train(model, optimizer, 4)
-    if left_out == "optimizer" or left_out == "nothing":
-        assert tied == (model.lm_head.weight is model.model.embed_tokens.weight)
+    assert tied == (model.lm_head.weight is model.model.embed_tokens.weight)
     changed = differing(uninterrupted, tensors_of(model, optimizer))
     assert bool(changed) == (left_out != "nothing"), changed
     assert newest(store).step == 3  # training on what was loaded does not write through to the files
@@ -253,7 +266,7 @@ def test_a_model_whose_file_layout_differs_from_its_own(store: CheckpointStore) 
     """By default transformers writes the experts of a mixture one by one; they must come back all the same."""
     config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
     torch.manual_seed(0)
-    model, other = Qwen3MoeForCausalLM(config), Qwen3MoeForCausalLM(config)
+    model, other = new(config), new(config)
     store.save(1, model=model, optimizer=build_optimizer(model), state={})
     newest(store).load_model_weights(other)
     assert differing(dict(model.state_dict()), dict(other.state_dict())) == []
@@ -297,11 +310,11 @@ def test_weights_of_another_model_are_refused(store: CheckpointStore, saved: Any
 
 def test_weights_of_another_shape_are_refused(store: CheckpointStore) -> None:
     save(store, 1)
-    wider = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "intermediate_size": 40}, tie_word_embeddings=True))
+    wider = new(Qwen3Config(**{**SIZES, "intermediate_size": 40}, tie_word_embeddings=True))
     with pytest.raises(CheckpointError, match=r"mlp.* \[32, 16\] in .*\[40, 16\] in the model|\[16, 32\] in .*\[16, 40\]"):
         newest(store).load_model_weights(wider)
-    deeper = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "num_hidden_layers": 2}, tie_word_embeddings=True))
-    with pytest.raises(CheckpointError, match="lacks 11 tensors of the model, first of all model.layers.1"):
+    deeper = new(Qwen3Config(**{**SIZES, "num_hidden_layers": 2}, tie_word_embeddings=True))
+    with pytest.raises(CheckpointError, match=r"lacks 11 tensors of the model, first of all model\.layers\.1"):
         newest(store).load_model_weights(deeper)
 
 
@@ -316,7 +329,7 @@ def test_another_optimizer_is_refused(store: CheckpointStore) -> None:
         found.load_optimizer(SGD(parameters, lr=0.1))
     with pytest.raises(CheckpointError, match="2 parameter groups, the optimizer has 1"):
         found.load_optimizer(AdamW(parameters))
-    with pytest.raises(CheckpointError, match="parameter group 1 has 5 parameters in .*, 4 in the optimizer"):
+    with pytest.raises(CheckpointError, match=r"parameter group 1 has 5 parameters in .*, 4 in the optimizer"):
         found.load_optimizer(AdamW([{"params": matrices}, {"params": vectors[:-1]}]))
     with pytest.raises(
         CheckpointError, match=r"parameter 0 of group 0 has shape \[24, 16\] in .*, \[16, 32\] in the optimizer"
@@ -508,7 +521,6 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
         seen.append(step)
         assert store.steps() == seen[-keep:]
     assert newest(store).step == 1_000_000
-    assert names(store)[0] != ".tmp"
     assert not [name for name in names(store) if not name.startswith("step-")]
 
 
@@ -677,7 +689,7 @@ class BrokenTokenizer:
     ("error", "raised", "says"),
     [
         (ValueError("odd"), ValueError, "odd"),
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (KeyboardInterrupt("now"), KeyboardInterrupt, "now"),
         (OSError(errno.ENOSPC, "No space left on device"), CheckpointError, "No space left on device.*free some space"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), CheckpointError, "quota"),
         (Exception("No space left on device (os error 28)"), CheckpointError, "No space left on device.*free some space"),

@@ -97,7 +97,11 @@ def _world(config: Config, progress: tiny.Progress | None) -> tiny.World | None:
         return None
     chosen = {"teacher": models.teacher_size, "student": models.student_size}
     sizes = {name: size for name, size in chosen.items() if size is not None}
-    return tiny.open_world(tiny.world_recipe(models.world, lineage=models.lineage, **sizes), progress=progress)
+    try:
+        recipe = tiny.world_recipe(models.world, lineage=models.lineage, **sizes)
+    except ValueError as error:
+        raise ConfigError(f"models.world: {error}") from None
+    return tiny.open_world(recipe, progress=progress)
 
 
 def _load(config: Config, source: str | Path, device: torch.device) -> Any:

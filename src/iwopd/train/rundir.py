@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import iwopd
+from iwopd import algo
 from iwopd.config import Config, config_toml, differences, load_config
 
 FORMAT = 1
@@ -54,7 +55,10 @@ class RunDirectory:
     def check_resume(self, config: Config, data: str, *, allow_changes: bool) -> None:
         """Refuse to continue with other settings or other data, naming what differs."""
         about = self.about()
-        changes = differences(self.config(), config, ignore=FREE_TO_CHANGE)
+        old = self.config()
+        scheduled = algo.WEIGHT_RULES[old.method.weights].needs_progress  # its weights depend on how long the run is
+        free = [name for name in FREE_TO_CHANGE if name != "steps" or not scheduled]
+        changes = differences(old, config, ignore=free)
         if about.get("data") != data:
             changes.append(f"training prompts: fingerprint {about.get('data')} -> {data}")
         if changes and not allow_changes:

@@ -1,0 +1,294 @@
+"""The trainer in real processes: what it writes, that it resumes exactly, and how it ends when it is told to or cannot go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from models import save_pair
+from safetensors.torch import load_file
+
+from iwopd.train.rundir import RunDirectory
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+def recipe(folder: Path, settings: dict[str, Any], **change: Any) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(tomli_w.dumps({**settings, **change}))
+    return path
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "iwopd", "train", *(str(word) for word in words)]
+
+
+def run(*words: str | Path, code: int = 0) -> str:
+    done = subprocess.run(command(*words), env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """What must be equal between two runs: everything but the times."""
+    records = RunDirectory(folder).read("metrics.jsonl")
+    return [{k: v for k, v in record.items() if not k.startswith(("time/", "throughput/"))} for record in records]
+
+
+def final_state(folder: Path, step: int = 6) -> dict[str, torch.Tensor]:
+    checkpoint = folder / "checkpoints" / f"step-{step:06d}"
+    tensors = {f"model/{k}": v for k, v in load_file(checkpoint / "model" / "model.safetensors").items()}
+    return {**tensors, **{f"optimizer/{k}": v for k, v in load_file(checkpoint / "optimizer.safetensors").items()}}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert metrics(one) == metrics(other)
+    first, second = final_state(one), final_state(other)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pair: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several updates a step, micro-batches of few rows, and an epoch boundary (48 prompts, 16 a step: after step 3)."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(recipe(folder, several(pair)), "--out", folder / "run")
+    return folder / "run"
+
+
+def several(pair: dict[str, Any]) -> dict[str, Any]:
+    return {**pair, "optim": {"lr": 1e-3, "mini_batches": 2, "ppo_epochs": 2, "token_budget": 120}}
+
+
+def test_a_run_leaves_a_readable_directory(uninterrupted: Path) -> None:
+    records = metrics(uninterrupted)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    for record in records:
+        assert 1.0 <= record["weights/min"] <= record["weights/mean"] <= record["weights/max"] <= 1.5
+        assert record["update/count"] == 4
+        assert record["update/padding_waste"] < 0.3
+        assert record["tokens"] > 0
+        assert len(record["position/abs_gap"]) == 10
+    assert any(record["policy/ratio_max"] > 1.0 for record in records)  # later updates of a step are off-policy
+    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir() if path.name.startswith("step")) == [
+        "step-000004",
+        "step-000006",
+    ]
+    about = json.loads((uninterrupted / "run.json").read_text())
+    assert about["format"] == 1
+
+
+def test_the_kl_to_the_teacher_falls(pair: dict[str, Any], tmp_path: Path) -> None:
+    run(recipe(tmp_path, {**pair, "steps": 30, "optim": {"lr": 1e-2}}), "--out", tmp_path / "run")
+    kl = [record["kl/sampled"] for record in metrics(tmp_path / "run")]
+    assert sum(kl[-5:]) / 5 < 0.65 * sum(kl[:2]) / 2
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            pytest.fail(f"the run ended early with exit code {process.returncode}")
+        if (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= step:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"step {step} was not reached in time")
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def start(started: list[subprocess.Popen[bytes]], *words: str | Path) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(command(*words), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started.append(process)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "delay"), [(1, 0.0), (3, 0.05), (4, 0.02), (5, 0.1)])
+def test_after_kill_9_a_resumed_run_is_bitwise_the_uninterrupted_one(
+    step: int, delay: float, pair: dict[str, Any], uninterrupted: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    """Before the first checkpoint, at the epoch boundary, around a save, between saves."""
+    made = recipe(tmp_path, several(pair))
+    process = start(started, made, "--out", tmp_path / "run")
+    wait_for_step(tmp_path / "run", step, process)
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    run(tmp_path / "run", "--resume")
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_finishes_the_step_saves_and_says_so(
+    number: int, code: int, pair: dict[str, Any], uninterrupted: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    process = start(started, recipe(tmp_path, several(pair)), "--out", tmp_path / "run")
+    wait_for_step(tmp_path / "run", 1, process)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == code
+    done = len(metrics(tmp_path / "run"))
+    assert done < 6
+    assert (tmp_path / "run" / "checkpoints" / f"step-{done:06d}" / "manifest.json").exists()
+    assert f"after step {done}" in run(tmp_path / "run", "--resume")
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_used(
+    pair: dict[str, Any], uninterrupted: Path, tmp_path: Path
+) -> None:
+    made = recipe(tmp_path, several(pair))
+    run(made, "--out", tmp_path / "run", "--steps", "4")
+    weights = tmp_path / "run" / "checkpoints" / "step-000004" / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    said = run(made, "--out", tmp_path / "run", "--resume")
+    assert "step-000004" in said
+    assert "after step 2" in said
+    assert (tmp_path / "run" / "checkpoints" / "damaged-step-000004").exists()
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def test_resuming_with_other_settings_or_data_is_refused_by_name(pair: dict[str, Any], tmp_path: Path) -> None:
+    made = recipe(tmp_path, {**pair, "steps": 1})
+    run(made, "--out", tmp_path / "run")
+    said = run(made, "--out", tmp_path / "run", "--resume", "--optim.lr", "5e-3", code=2)
+    assert "optim.lr: 0.001 -> 0.005" in said
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(Path(pair["data"]["prompts"]).read_text().replace('"p0"', '"other"'))
+    said = run(made, "--out", tmp_path / "run", "--resume", "--data.prompts", prompts, code=2)
+    assert "data.prompts: " in said
+    assert "training prompts: fingerprint" in said
+    run(made, "--out", tmp_path / "run", "--resume", "--optim.lr", "5e-3", "--allow-changes", "--steps", "2")
+    assert len(metrics(tmp_path / "run")) == 2
+    said = run(made, "--out", tmp_path / "run", code=2)
+    assert "holds a run already" in said
+
+
+def test_a_broken_gradient_is_skipped_counted_dumped_and_ends_the_run(tmp_path: Path) -> None:
+    """A NaN in a parameter that only the backward pass of a few tokens meets: log-probs are fine, gradients are not."""
+    settings = save_pair(tmp_path)
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import sys\n"
+        "import torch\n"
+        "from iwopd.train import learner\n"
+        "whole = learner.Learner._accumulate\n"
+        "def broken(self, *arguments):\n"
+        "    out = whole(self, *arguments)\n"
+        "    self.parameters[3].grad[0] = float('nan')\n"
+        "    return out\n"
+        "learner.Learner._accumulate = broken\n"
+        "from iwopd.cli import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    words = [sys.executable, script, "train", recipe(tmp_path, settings), "--out", tmp_path / "run"]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "loss or gradient was not finite in 3 steps in a row" in done.stderr
+    records = metrics(tmp_path / "run")
+    assert [record["skipped"] for record in records] == [True, True, True]
+    assert records[0]["grad_norm"] is None
+    dumped = load_file(tmp_path / "run" / "skipped-step-000001.safetensors")
+    assert set(dumped) >= {"response_ids", "old_logprobs", "teacher_logprobs", "advantages", "weights", "mask"}
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-000002" / "model" / "model.safetensors")
+    before = load_file(Path(settings["models"]["student"]) / "model.safetensors")
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("truncated", ["keep", "mask", "drop"])
+def test_truncated_rollouts(truncated: str, pair: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**pair, "steps": 2, "rollout": {"prompts_per_step": 16, "max_tokens": 12, "truncated": truncated}}
+    run(recipe(tmp_path, settings), "--out", tmp_path / "run")
+    for record in metrics(tmp_path / "run"):
+        assert 0 < record["rollout/truncated"] < 1
+        everything = record["rollout/length_mean"] * record["rollouts"]
+        assert (record["tokens"] == round(everything)) == (truncated == "keep")
+
+
+@pytest.mark.slow
+def test_every_method_trains(pair: dict[str, Any], tmp_path: Path) -> None:
+    from iwopd.methods import METHODS
+
+    script = tmp_path / "all.py"
+    script.write_text(
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from iwopd.config import make_config\n"
+        "from iwopd.methods import METHODS\n"
+        "from iwopd.train.run import run_training\n"
+        "settings = json.loads(sys.argv[1])\n"
+        "for name, method in METHODS.items():\n"
+        "    config = make_config({**settings, 'steps': 2, 'method': method, 'tracking': {'console': 'off'}})\n"
+        "    run_training(config, Path(sys.argv[2]) / name)\n"
+    )
+    words = [sys.executable, script, json.dumps(pair), tmp_path / "runs"]
+    subprocess.run(words, env=ENVIRONMENT, check=True, timeout=300)
+    losses = {name: metrics(tmp_path / "runs" / name)[0]["loss"] for name in METHODS}
+    lengths = {metrics(tmp_path / "runs" / name)[0]["rollout/length_mean"] for name in METHODS}
+    assert len(lengths) == 1  # same prompts, same noise: the first rollouts are the same
+    assert len({round(loss, 9) for name, loss in losses.items() if name not in ("opd", "exopd")}) == len(METHODS) - 2
+
+
+PARALLEL = """
+import json, sys
+import torch
+from pathlib import Path
+from accelerate import Accelerator
+from iwopd.config import make_config
+from iwopd.train.run import run_training
+
+settings = json.loads(sys.argv[1])
+run_training(make_config(settings), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_update_of_one(pair: dict[str, Any], tmp_path: Path) -> None:
+    """Real gloo processes under torchrun; the first step starts from the same weights, so its rollouts are the same."""
+    script = tmp_path / "parallel.py"
+    script.write_text(PARALLEL)
+    settings = {**pair, "steps": 1, "method": {"weights": "ideal", "params": {"alpha": 0.5, "normalize": "mean-one"}}}
+    settings |= {"checkpoint": {"every": 1}, "tracking": {"console": "off"}}
+    environment = {**ENVIRONMENT, "ACCELERATE_USE_CPU": "true"}
+    for count in (1, 2):
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone"]
+        words = [*launcher, script, json.dumps(settings), tmp_path / f"run{count}"]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (metrics(tmp_path / f"run{count}")[0] for count in (1, 2))
+    assert one["tokens"] == two["tokens"]
+    assert abs(one["loss"] - two["loss"]) < 1e-5
+    start_weights = load_file(Path(pair["models"]["student"]) / "model.safetensors")
+    after = [final_state(tmp_path / f"run{count}", step=1) for count in (1, 2)]
+    moved = torch.cat([(after[0][f"model/{name}"] - value).flatten() for name, value in start_weights.items()])
+    apart = torch.cat([(after[0][f"model/{name}"] - after[1][f"model/{name}"]).flatten() for name in start_weights])
+    assert moved.norm() > 0
+    assert apart.norm() / moved.norm() < 1e-3

@@ -1,0 +1,77 @@
+"""Small random models in folders, for tests of everything that loads models by path."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from iwopd.tiny import build_tokenizer
+
+COMMON = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+
+
+def make_model(kind: str, *, hidden: int = 32, layers: int = 2, vocab: int = 21, seed: int = 0) -> Any:
+    """A random causal LM of an architecture; its output matrix may have more rows than the tokenizer has ids."""
+    import torch
+
+    torch.manual_seed(seed)
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // 4,
+        "vocab_size": vocab,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        **COMMON,
+    }
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    if kind == "gemma2":  # caps its logits: hidden @ weight.T is not what it says
+        return Gemma2ForCausalLM(Gemma2Config(**sizes, final_logit_softcapping=2.0, query_pre_attn_scalar=8))
+    if kind == "gpt2":
+        config = GPT2Config(
+            n_embd=hidden, n_layer=layers, n_head=4, vocab_size=vocab, n_positions=256, initializer_range=0.2, **COMMON
+        )
+        return GPT2LMHeadModel(config)
+    raise ValueError(kind)
+
+
+def save_pair(folder: Path, *, prompts: int = 48, student: str = "qwen3", teacher: str = "qwen3") -> dict[str, Any]:
+    """Student, teacher and a prompt file under `folder`; returns the settings that use them."""
+    for name, kind, seed in (("student", student, 1), ("teacher", teacher, 2)):
+        make_model(kind, seed=seed).save_pretrained(folder / name)
+        build_tokenizer().save_pretrained(folder / name)
+    rng = random.Random(0)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for number in range(prompts):
+            expression = "+".join(str(rng.randrange(10)) for _ in range(rng.randint(2, 6)))
+            file.write(json.dumps({"id": f"p{number}", "prompt": expression}) + "\n")
+    return {
+        "steps": 6,
+        "threads": 1,
+        "models": {"student": str(folder / "student"), "teacher": str(folder / "teacher")},
+        "data": {"prompts": str(folder / "prompts.jsonl")},
+        "rollout": {"prompts_per_step": 16, "max_tokens": 24},
+        "optim": {"lr": 1e-3},
+        "checkpoint": {"every": 2},
+        "method": {"weights": "cumulative-share"},
+        "tracking": {"console": "plain"},
+    }

@@ -1,0 +1,104 @@
+"""Log-probs of responses through real transformers models."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import make_model
+from torch import Tensor
+
+from iwopd.lm import ResponseModel, Sequences, micro_batches, padding_waste
+from iwopd.teacher.local import LocalScorer
+from iwopd.types import Prompt, Rollout
+
+
+def rollouts(count: int, seed: int = 0) -> list[Rollout]:
+    rng = random.Random(seed)
+    made = []
+    for number in range(count):
+        length = rng.choice([0, 1, 2, 5, 9, 20, 40])
+        prompt = Prompt(f"p{number}", tuple(rng.randrange(2, 21) for _ in range(rng.randint(1, 12))))
+        made.append(Rollout(prompt, torch.randint(1, 21, (length,)), torch.zeros(length), "length"))
+    return made
+
+
+def by_hand(model: torch.nn.Module, rollout: Rollout, temperature: float = 1.0) -> Tensor:
+    """One rollout at a time, from the model's own logits over the whole sequence."""
+    ids = torch.cat([torch.tensor(rollout.prompt.token_ids), rollout.response_ids])
+    with torch.no_grad():
+        logprobs = (model(input_ids=ids[None]).logits[0, :, :21].double() / temperature).log_softmax(-1)
+    first = len(rollout.prompt.token_ids)
+    return logprobs[first - 1 : -1].gather(-1, ids[first:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_are_those_of_one_rollout_at_a_time_whatever_the_batching(kind: str, temperature: float) -> None:
+    model, items = make_model(kind, vocab=24).eval(), rollouts(40)
+    expected = [by_hand(model, item, temperature) for item in items]
+    for budget in (1, 100, 100_000):
+        scorer = LocalScorer(model, temperature=temperature, vocab_size=21, token_budget=budget)
+        scores = scorer.score(items)
+        assert [len(score) for score in scores] == [len(item) for item in items]
+        for score, want in zip(scores, expected, strict=True):
+            torch.testing.assert_close(score.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_scoring_restores_the_mode_and_takes_no_gradient() -> None:
+    model = make_model("qwen3").train()
+    scores = LocalScorer(model).score(rollouts(5))
+    assert model.training
+    assert not any(score.requires_grad for score in scores)
+
+
+def test_gradients_through_the_head_are_the_models_own() -> None:
+    items = [item for item in rollouts(12) if len(item)]
+    gradients = []
+    for fused in (True, False):
+        model = make_model("qwen3")
+        lm = ResponseModel(model, temperature=0.8, vocab_size=21)
+        lm.fused = fused
+        prompts = [torch.tensor(item.prompt.token_ids) for item in items]
+        lm.logprobs(Sequences.build(prompts, [item.response_ids for item in items])).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is not None
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_is_not_linear_is_found_out_and_the_models_own_logits_are_used() -> None:
+    items = rollouts(8)
+    prompts = [torch.tensor(item.prompt.token_ids) for item in items]
+    sequences = Sequences.build(prompts, [item.response_ids for item in items])
+    capped = make_model("gemma2").eval()
+    lm = ResponseModel(capped, vocab_size=21)
+    assert lm.check_head(sequences) > 1e-2
+    assert not lm.fused
+    got = lm.logprobs(sequences)
+    for row, item in enumerate(items):
+        torch.testing.assert_close(got[row, : len(item)].double(), by_hand(capped, item), rtol=1e-4, atol=1e-5)
+    plain = ResponseModel(make_model("llama").eval(), vocab_size=21)
+    assert plain.check_head(sequences) < 1e-5
+    assert plain.fused
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=80), st.integers(1, 3000))
+def test_micro_batches_cover_every_row_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    batches = micro_batches(lengths, budget)
+    assert sorted(row for rows in batches for row in rows) == list(range(len(lengths)))
+    for rows in batches:
+        assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= budget
+    assert padding_waste(lengths, batches) <= 0.3
+
+
+def test_padding_waste_is_small_on_varied_lengths() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        lengths = [rng.randint(128, 512) for _ in range(64)]
+        assert padding_waste(lengths, micro_batches(lengths, 8192)) < 0.2
+    with pytest.raises(ValueError, match="budget must be at least 1, got 0"):
+        micro_batches([3], 0)
