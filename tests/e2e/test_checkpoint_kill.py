@@ -216,15 +216,29 @@ def home() -> Iterator[Nursery]:
 # --- killed ---------------------------------------------------------------------------------------------------------
 
 
+def seconds_a_save(home: Nursery, directory: Path) -> float:
+    """How long a child takes for a step, so that it is killed soon enough on a fast machine and late enough on a slow one."""
+    child = home.begin("train_for_ever", str(directory))
+    home.hear()
+    start = time.monotonic()
+    for _ in range(4):
+        home.hear()
+    taken = (time.monotonic() - start) / 4
+    os.kill(child, signal.SIGKILL)
+    home.end()
+    return taken
+
+
 def test_killed_at_random_moments(home: Nursery, tmp_path: Path) -> None:
     """After every kill the newest checkpoint is whole, not older than the last finished save, and bitwise the right one."""
     directory = tmp_path / "run/checkpoints"
     moments = random.Random(2)
     seen: dict[int, str] = {}
     last, unfinished = 0, 0
+    longest = 8 * seconds_a_save(home, tmp_path / "trial")
     for _ in range(KILLS):
         child = home.begin("train_for_ever", str(directory))
-        time.sleep(moments.uniform(0.0, 0.3))
+        time.sleep(moments.uniform(0.0, longest))
         os.kill(child, signal.SIGKILL)
         status, said = home.end()
         assert status == -signal.SIGKILL, said
@@ -300,9 +314,9 @@ def test_a_reader_beside_a_writer(home: Nursery, tmp_path: Path) -> None:
     messages: list[str] = []
     store = CheckpointStore(tmp_path, notify=messages.append)
     child = home.begin("train_for_ever", str(tmp_path))
-    end = time.monotonic() + 2.0
-    steps = []
-    while time.monotonic() < end:
+    start = time.monotonic()
+    steps: list[int] = []
+    while time.monotonic() < start + 1.5 or (len(set(steps)) < 3 and time.monotonic() < start + 30):
         found = store.latest()
         steps.append(0 if found is None else found.step)
     os.kill(child, signal.SIGKILL)

@@ -76,7 +76,7 @@ class Tracker:
     def say(self, text: str) -> None:
         """A message for the person."""
         if self.is_main and self.config.tracking.console != "off":
-            self.console.print(text, style="yellow", markup=False, highlight=False)
+            self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self.view:
