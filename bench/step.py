@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -127,7 +128,13 @@ def run_trl(case: dict[str, Any]) -> dict[str, float]:
     import torch
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast, TrainerCallback
+    from transformers import (
+        AutoModelForCausalLM,
+        LogitsProcessor,
+        LogitsProcessorList,
+        PreTrainedTokenizerFast,
+        TrainerCallback,
+    )
     from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
 
     words = ["<pad>", "<user>", "<eos>", "<unk>", "<assistant>", "<end>", *(f"w{i}" for i in range(case["vocab"] - 6))]
@@ -148,7 +155,14 @@ def run_trl(case: dict[str, Any]) -> dict[str, float]:
         {"messages": [{"role": "user", "content": text(PROMPT_TOKENS - 2)}, {"role": "assistant", "content": text(16)}]}
         for _ in range(case["batch"] * (case["steps"] + 1))
     ]
-    student, teacher = make_model(256, 4, case["vocab"]), make_model(512, 6, case["vocab"])
+    folder = tempfile.mkdtemp()  # TRL looks for the folder that a model came from
+    loaded = []
+    for name, width, layers in (("student", 256, 4), ("teacher", 512, 6)):
+        make_model(width, layers, case["vocab"]).save_pretrained(f"{folder}/{name}")
+        tokenizer.save_pretrained(f"{folder}/{name}")
+        loaded.append(AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32))
+    student: Any
+    student, teacher = loaded
     lengths = torch.tensor(lengths_of(case))
 
     class ForceLengths(LogitsProcessor):
@@ -168,9 +182,8 @@ def run_trl(case: dict[str, Any]) -> dict[str, float]:
         return generate(*arguments, **options, logits_processor=LogitsProcessorList([ForceLengths()]))
 
     student.generate = forced
-    folder = tempfile.mkdtemp()
     settings = IWOPDConfig(
-        output_dir=folder,
+        output_dir=f"{folder}/run",
         per_device_train_batch_size=case["batch"],
         gradient_accumulation_steps=1,
         max_steps=case["steps"],
@@ -216,6 +229,7 @@ def run_trl(case: dict[str, Any]) -> dict[str, float]:
     trainer._compute_iw_opd_loss = counted
     base = memory_mb(peak=False)
     trainer.train()
+    shutil.rmtree(folder, ignore_errors=True)
     if trained[-1] != int(lengths.sum()):
         sys.exit(f"TRL trained on {trained[-1]} tokens instead of {int(lengths.sum())}: the comparison would be void")
     seconds = statistics.median(b - a for a, b in itertools.pairwise(marks[1:]))

@@ -11,7 +11,15 @@ from typing import Any
 
 import iwopd
 
-EXPECTED = ("ConfigError", "DataError", "RunError", "CheckpointError", "TrainingStoppedError", "UnknownRuleError")
+EXPECTED = (
+    "ConfigError",
+    "SamplingError",
+    "DataError",
+    "RunError",
+    "CheckpointError",
+    "TrainingStoppedError",
+    "UnknownRuleError",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -95,7 +103,8 @@ def _train(options: argparse.Namespace, rest: list[str]) -> int:
     folder = folder or Path("runs") / f"{recipe.stem}-seed{config.seed}"
     with pretraining_progress() as progress:
         done = run_training(config, folder, resume=options.resume, allow_changes=options.allow_changes, progress=progress)
-    print(f"{done.step} steps done; run directory: {folder}")
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"{done.step} steps done; run directory: {folder}")
     return 0
 
 

@@ -10,9 +10,10 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
@@ -21,6 +22,9 @@ from iwopd import algo
 
 class ConfigError(ValueError):
     """A setting that is wrong, said in words for the person who wrote it."""
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -66,16 +70,18 @@ class Method(Section):
     scale: float = Field(1.25, gt=0, description="ExOPD's reward scale lambda")
     weighting: Literal["reward-scale", "advantage"] = Field("reward-scale", description="where IW-ExOPD applies the weights")
     clip: float = Field(0.2, gt=0, description="PPO clip, both sides")
-    dual_clip: float | None = Field(3.0, gt=1, description="cap of the ratio for negative advantages")
+    dual_clip: float = Field(3.0, gt=1, description="cap of the ratio for negative advantages; inf: off")
     correction_threshold: float = Field(5.0, gt=0, description="truncation of the rollout correction (other engines only)")
     entropy_coef: float = Field(0.0, ge=0, description="entropy bonus")
     kl_coef: float = Field(0.0, ge=0, description="auxiliary KL to the reference, low-variance form")
 
     @model_validator(mode="after")
     def _rule_exists(self) -> Self:
-        algo.WEIGHT_RULES[self.weights].check_params(
-            {name: value for name, value in self.params.items() if name != "normalize"}
-        )
+        nothing = torch.zeros(1, 2)
+        try:  # on two tokens: wrong names and values are found here, not after the first rollouts
+            algo.token_weights(self.weights, nothing, nothing == 0, progress=0.0, **self.params)
+        except TypeError as error:
+            raise ValueError(f"params {self.params}: {error}") from None
         return self
 
     @property
@@ -97,7 +103,7 @@ class RolloutSettings(Section):
 
 class Optim(Section):
     lr: float = Field(1e-5, gt=0, description="learning rate (constant)")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's betas")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay")
     grad_clip: float = Field(1.0, gt=0, description="largest gradient norm")
@@ -117,7 +123,7 @@ class Eval(Section):
 
 class CheckpointSettings(Section):
     every: int = Field(10, ge=1, description="save every so many steps (and after the last)")
-    keep: int = Field(2, ge=1, description="newest checkpoints that stay, besides the best one")
+    keep: int = Field(2, ge=1, description="newest checkpoints that stay")
 
 
 class Tracking(Section):
@@ -134,7 +140,7 @@ class Config(Section):
     seed: int = Field(0, ge=0, description="of prompt order and sampling noise; equal across methods for paired runs")
     steps: int = Field(40, ge=1, description="optimizer steps (rollout batches)")
     threads: int | None = Field(None, ge=1, description="CPU threads; results are bitwise equal only for equal numbers")
-    precision: Literal["no", "bf16", "fp16"] = Field("no", description="mixed precision of the update (autocast)")
+    precision: Literal["no", "bf16"] = Field("no", description="mixed precision of the student's forward pass (autocast)")
     models: Models = Field(default_factory=Models.model_construct)
     data: Data = Data()
     method: Method = Method()
@@ -161,7 +167,7 @@ def load_config(recipe: Path | None, overrides: Mapping[str, Any] | None = None)
         try:
             values = tomllib.loads(recipe.read_text())
         except FileNotFoundError:
-            raise ConfigError(f"no recipe at {recipe}{_nearby(recipe)}") from None
+            raise ConfigError(f"no recipe at {recipe}{_nearby(recipe)} (the recipe comes first, settings after it)") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{recipe} is not TOML: {error}") from None
         except OSError as error:
@@ -183,7 +189,9 @@ def make_config(values: Mapping[str, Any], where: str = "the settings") -> Confi
 
 def config_toml(config: Config) -> str:
     """The resolved tree as TOML; settings that are empty are left out, so reading it gives the same tree."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    tree = config.model_dump(exclude_none=True)
+    tree["method"]["params"] = {name: value for name, value in config.method.params.items() if value is not None}
+    return tomli_w.dumps(tree)
 
 
 def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:

@@ -35,8 +35,8 @@ from iwopd.train.progress import pretraining_progress
 from iwopd.train.rundir import RunDirectory
 from iwopd.types import Rollout
 
-EVAL_PROMPTS = 400
-FRACTIONS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
+EVAL_PROMPTS = 1000
+FRACTIONS = tuple(tenth / 10 for tenth in range(10))
 MARK = ".iwopd-demo"
 
 

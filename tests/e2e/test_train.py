@@ -1,4 +1,4 @@
-"""The trainer in real processes: what it writes, that it resumes exactly, and how it ends when it is told to or cannot go on."""
+"""The trainer in real processes: what it writes, that it resumes exactly, and how it ends when it cannot go on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from models import save_pair
 from safetensors.torch import load_file
 
 from iwopd.train.rundir import RunDirectory
+from models import save_pair
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -223,6 +223,45 @@ def test_a_broken_gradient_is_skipped_counted_dumped_and_ends_the_run(tmp_path: 
         assert torch.equal(tensor, before[name]), name
 
 
+BROKEN = """
+import sys
+from iwopd.lm import ResponseModel
+hidden, seen = ResponseModel.hidden, []
+def broken(self, sequences):
+    out = hidden(self, sequences)
+    if out.requires_grad:
+        seen.append(1)
+        if len(seen) == 2:
+            return out * float("nan")
+    return out
+ResponseModel.hidden = broken
+from iwopd.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_logprobs_that_are_no_numbers_skip_one_update_and_the_run_goes_on(pair: dict[str, Any], tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    words = [sys.executable, script, "train", recipe(tmp_path, {**pair, "steps": 3}), "--out", tmp_path / "run"]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    records = metrics(tmp_path / "run")
+    assert [record["skipped"] for record in records].count(True) == 1
+    assert len(list((tmp_path / "run").glob("skipped-step-*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt2"])
+def test_the_first_update_sees_the_policy_that_wrote_the_rollouts(kind: str, tmp_path: Path) -> None:
+    """Gemma 2 caps its logits, GPT-2 has dropout: either would move the first ratio away from 1."""
+    settings = save_pair(tmp_path, student=kind, teacher=kind)
+    said = run(recipe(tmp_path, {**settings, "steps": 2}), "--out", tmp_path / "run")
+    assert ("using its own logits" in said) == (kind == "gemma2")
+    for record in metrics(tmp_path / "run"):
+        assert abs(record["policy/ratio_min"] - 1) < 1e-4
+        assert abs(record["policy/ratio_max"] - 1) < 1e-4
+
+
 @pytest.mark.parametrize("truncated", ["keep", "mask", "drop"])
 def test_truncated_rollouts(truncated: str, pair: dict[str, Any], tmp_path: Path) -> None:
     settings = {**pair, "steps": 2, "rollout": {"prompts_per_step": 16, "max_tokens": 12, "truncated": truncated}}
@@ -294,3 +333,43 @@ def test_two_processes_make_the_update_of_one(pair: dict[str, Any], tmp_path: Pa
     apart = torch.cat([(after[0][f"model/{name}"] - after[1][f"model/{name}"]).flatten() for name in start_weights])
     assert moved.norm() > 0
     assert apart.norm() / moved.norm() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models.student": "/no/such/folder"}, "there is no such folder"),
+        ({"data.prompts": "/no/such/file"}, "cannot read prompts from /no/such/file"),
+        ({"data.prompts": "EMPTY"}, "has no usable prompts: it has no lines"),
+        ({"data.prompts": "BROKEN"}, "line 2 is not JSON"),
+        ({"data.prompts": "NAMELESS"}, "line 1: needs a string 'prompt' or a list 'messages'; it has ['question']"),
+        ({"rollout.prompts_per_step": "1000"}, "there are 48 training prompts, fewer than the 1000 of one step"),
+        ({"rollout.max_tokens": "100000"}, "max_position_embeddings"),
+        ({"method.params": "{gamma = -1}"}, "gamma must be finite and not negative, got -1"),
+    ],
+)
+def test_bad_input_is_answered_with_one_line(
+    change: dict[str, str], message: str, pair: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "EMPTY").write_text("")
+    (tmp_path / "BROKEN").write_text('{"prompt": "1+1"}\n{"prompt": \n')
+    (tmp_path / "NAMELESS").write_text('{"question": "1+1"}\n')
+    words = [word for name, value in change.items() for word in (f"--{name}", value)]
+    words = [str(tmp_path / word) if word.isupper() else word for word in words]
+    assert message in run(recipe(tmp_path, pair), "--out", tmp_path / "run", *words, code=2)
+
+
+def test_a_directory_that_cannot_be_made_is_named(pair: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot make the run directory" in run(recipe(tmp_path, pair), "--out", tmp_path / "file" / "run", code=2)
+    assert "is not a run directory" in run(recipe(tmp_path, pair), "--out", tmp_path / "none", "--resume", code=2)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    settings = save_pair(tmp_path)
+    file = tmp_path / "teacher" / "tokenizer.json"
+    text = file.read_text()
+    assert '"7"' in text
+    file.write_text(text.replace('"7"', '"§"').replace('"8"', '"7"').replace('"§"', '"8"'))
+    said = run(recipe(tmp_path, settings), "--out", tmp_path / "run", code=2)
+    assert "is '7' for the student and '8' for the teacher" in said

@@ -27,8 +27,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from iwopd.train import checkpoint as module
+from iwopd.train import checkpoint, checkpoint_files
 from iwopd.train.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from iwopd.train.checkpoint_state import write_rng
 
 VOCABULARY = 24
 SIZES: dict[str, Any] = {
@@ -546,6 +547,22 @@ def test_protected_ones_stay_until_they_are_no_longer(store: CheckpointStore, tm
     assert CheckpointStore(tmp_path / "absent").protected() == frozenset()
 
 
+def test_a_list_of_protected_ones_that_cannot_be_written_stays_as_it_was(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 1, 2)
+    store.protect(1)
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot write .*protected\.json: .*Input/output error"):
+        store.protect(2)
+    assert store.protected() == {1}
+    assert names(store) == ["protected.json", "step-000001", "step-000002"]
+
+
 def test_nothing_is_deleted_while_the_list_of_protected_ones_cannot_be_read(
     store: CheckpointStore, messages: list[str]
 ) -> None:
@@ -582,7 +599,7 @@ def test_the_old_one_goes_only_when_the_new_one_stands(tmp_path: Path, monkeypat
 
     def delete(self: CheckpointStore, path: Path) -> None:
         deleted.append(path.name)
-        assert module._damage(self.directory / "step-000002", 2) is None
+        assert checkpoint_files.damage(self.directory / "step-000002", 2) is None
 
     monkeypatch.setattr(CheckpointStore, "_delete", delete)
     save(store, 2)
@@ -598,7 +615,7 @@ def test_a_save_does_not_fail_because_an_old_one_cannot_be_deleted(
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(module, "_remove", refuse)
+    monkeypatch.setattr(checkpoint, "remove", refuse)
     save(store, 2)
     assert newest(store).step == 2
     assert "Delete it by hand" in messages[0]
@@ -621,13 +638,13 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(store: Checkpoint
     save(store, 1)
     sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        living = [f".tmp-step-000002-{sleeper.pid}", f".tmp-replaced-step-000003-{sleeper.pid}"]
+        living = [f".tmp-step-000002-{sleeper.pid}", f".tmp-step-000003-{sleeper.pid}-2"]
         dead = [f".tmp-step-000002-{dead_pid()}", f".tmp-step-000002-{os.getpid()}", f".tmp-deleted-step-000002-{dead_pid()}-2"]
         others = [".tmp-of-somebody-else", "notes"]
         for name in [*living, *dead, *others]:
             (store.directory / name / "model").mkdir(parents=True)
             (store.directory / name / "model/half").write_text("a")
-        (store.directory / ".tmp-protected.json").write_text("{")
+        (store.directory / f".tmp-protected.json-{sleeper.pid}").write_text("{")  # its writer would hold the lock
         if visit == "open":
             CheckpointStore(store.directory)
         elif visit == "latest":
@@ -639,9 +656,11 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(store: Checkpoint
         sleeper.communicate(b"\n")
 
 
-def test_a_replacement_cut_short_is_undone(store: CheckpointStore) -> None:
+@pytest.mark.parametrize("pid_taken", [False, True])
+def test_a_replacement_cut_short_is_undone(store: CheckpointStore, pid_taken: bool) -> None:
+    """Also when the dead process's id has gone to another one."""
     path = save(store, 5, state={"old": True})
-    aside = path.with_name(f".tmp-replaced-step-000005-{dead_pid()}")
+    aside = path.with_name(f".tmp-replaced-step-000005-{os.getppid() if pid_taken else dead_pid()}")
     path.rename(aside)
     assert newest(store).state == {"old": True}
     save(store, 5, state={"new": True})
@@ -653,14 +672,13 @@ def test_a_replacement_cut_short_is_undone(store: CheckpointStore) -> None:
 def test_another_thread_does_not_clear_a_save_under_way(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     save(store, 1)
     started, go_on = threading.Event(), threading.Event()
-    write = module._write_rng
 
     def pause(draft: Path) -> None:
         started.set()
         assert go_on.wait(20)
-        write(draft)
+        write_rng(draft)
 
-    monkeypatch.setattr(module, "_write_rng", pause)
+    monkeypatch.setattr(checkpoint_files, "write_rng", pause)
     thread = threading.Thread(target=save, args=(store, 2))
     thread.start()
     try:

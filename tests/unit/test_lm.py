@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import make_model
 from torch import Tensor
 
 from iwopd.lm import ResponseModel, Sequences, micro_batches, padding_waste
 from iwopd.teacher.local import LocalScorer
 from iwopd.types import Prompt, Rollout
+from models import make_model
 
 
 def rollouts(count: int, seed: int = 0) -> list[Rollout]:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import RULES, random_batch
 
 from iwopd import algo
 from iwopd.algo.signal import training_signal
+from support import RULES, random_batch
 
 
 @pytest.mark.parametrize(("name", "params"), RULES)

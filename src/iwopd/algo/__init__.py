@@ -5,6 +5,7 @@ there are 0; advantages and weights are detached. `docs/method.md` has the formu
 """
 
 from iwopd.algo import position, projection
+from iwopd.algo._checks import NonFiniteError
 from iwopd.algo.advantages import exopd_advantages, opd_advantages
 from iwopd.algo.correction import rollout_correction
 from iwopd.algo.logprobs import LOGPROB_FLOOR, floor_logprobs, token_entropy, token_kl, token_logprobs
@@ -14,6 +15,7 @@ from iwopd.algo.weights import WEIGHT_RULES, WeightRule, supervised_mask, token_
 __all__ = [
     "LOGPROB_FLOOR",
     "WEIGHT_RULES",
+    "NonFiniteError",
     "PolicyLoss",
     "PolicyStats",
     "WeightRule",

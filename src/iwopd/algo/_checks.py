@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 
+class NonFiniteError(ValueError):
+    """A number on a valid token that is NaN or infinite: the caller may want to skip the batch."""
+
+
 def check_mask(mask: Tensor) -> None:
     """Require a boolean mask: an integer or float mask would multiply where we select, and let NaN through."""
     if mask.dtype != torch.bool:
@@ -30,7 +34,7 @@ def check_tokens(name: str, values: Tensor, mask: Tensor, *, finite: bool = True
     if bad.any():
         where = [int(i) for i in bad.nonzero()[0]]
         place = f"row {where[0]}, token {where[1]}" if len(where) == 2 else f"index {where}"
-        raise ValueError(f"{name} is {float(values[tuple(where)])} at {place}, inside the mask")
+        raise NonFiniteError(f"{name} is {float(values[tuple(where)])} at {place}, inside the mask")
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:

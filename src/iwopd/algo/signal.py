@@ -20,6 +20,8 @@ Weighting = Literal["reward-scale", "advantage"]
 class TrainingSignal:
     """Per-token tensors [B, T] of a batch of whole rollouts, all detached, 0 (or false) outside the mask."""
 
+    mask: Tensor
+    """Boolean: the valid tokens it was made from."""
     gap: Tensor
     """`a[t] = lp_T[t] - lp_0[t]`."""
     weights: Tensor
@@ -66,4 +68,4 @@ def training_signal(
             raise ValueError(f"weighting must be one of {get_args(Weighting)}, got {weighting!r}")
     else:
         raise ValueError(f"advantage must be one of {get_args(AdvantageName)}, got {advantage!r}")
-    return TrainingSignal(gap, token_weight, torch.where(supervised, weighted, 0.0), supervised)
+    return TrainingSignal(mask, gap, token_weight, torch.where(supervised, weighted, 0.0), supervised)

@@ -31,9 +31,11 @@ class LoadedPrompts:
 def load_prompts(path: Path, tokenizer: Any, max_tokens: int) -> LoadedPrompts:
     """Read a JSONL file and render it with the tokenizer's chat template, thinking off; over-long prompts are left out."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand inside a JSON string
     except OSError as error:
         raise DataError(f"cannot read prompts from {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8: {error}") from None
     prompts, too_long = [], 0
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
@@ -65,9 +67,14 @@ def _prompt(line: str, where: str, default_id: str, tokenizer: Any) -> Prompt:
         if not isinstance(item.get("prompt"), str):
             raise DataError(f"{where}: needs a string 'prompt' or a list 'messages'; it has {sorted(item)}")
         messages = [{"role": "user", "content": item["prompt"]}]
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
+        raise DataError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
     if not tokenizer.chat_template:
         raise DataError(f"{where}: the tokenizer has no chat template to render it with")
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    except Exception as error:  # whatever a template raises
+        raise DataError(f"{where}: the chat template refuses it: {error}") from None
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     answer = item.get("answer")
     return Prompt(

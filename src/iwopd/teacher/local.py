@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +31,13 @@ class LocalScorer:
         temperature: float = 1.0,
         vocab_size: int | None = None,
         token_budget: int | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        """Score with `model`; `autocast` is the context of its forward pass (that of the update, for the old log-probs)."""
         self.lm = ResponseModel(model, temperature=temperature, vocab_size=vocab_size)
         default = TOKEN_BUDGET_CPU if self.lm.device.type == "cpu" else TOKEN_BUDGET_GPU
         self.token_budget = default if token_budget is None else token_budget
+        self.autocast = autocast
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
@@ -46,7 +51,8 @@ class LocalScorer:
                 chosen = [rollouts[row] for row in rows]
                 prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in chosen]
                 sequences = Sequences.build(prompts, [rollout.response_ids for rollout in chosen])
-                values = self.lm.logprobs(sequences.to(self.lm.device)).cpu()
+                with self.autocast():
+                    values = self.lm.logprobs(sequences.to(self.lm.device)).cpu()
                 for row, rollout, logprobs in zip(rows, chosen, values, strict=True):
                     scores[row] = logprobs[: len(rollout)]
         finally:

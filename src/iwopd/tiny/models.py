@@ -50,6 +50,8 @@ class Stage:
     """Probability that `unit` respects the order of operations; else it goes from left to right."""
     unit: Literal["solution", "line"] = "solution"
     """Whether each solution is wholly of one kind, or each of its lines is drawn by itself."""
+    sure: int = 0
+    """Lines on at most this many operands always respect the order (unit "line"): short expressions are easy."""
     learning_rate: float = 3e-3
     schedule: Literal["trapezoid", "cosine"] = "trapezoid"
     """`trapezoid`: warm-up, constant to 60 %, then linear to 5 %; `cosine`: from the full rate to 0."""

@@ -74,5 +74,5 @@ def training_batches(stage: Stage, rng: random.Random) -> Iterator[tuple[Tensor,
 
 def _draw_solution(stage: Stage, expression: str, rng: random.Random) -> str:
     if stage.unit == "line":
-        return task.mixed_solution(expression, stage.right, rng)
+        return task.mixed_solution(expression, stage.right, rng, sure=stage.sure)
     return task.right_solution(expression) if rng.random() < stage.right else task.left_to_right_solution(expression)

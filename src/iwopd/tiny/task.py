@@ -64,17 +64,20 @@ def check(prompt_text: str, response_text: str) -> bool:
 
 def right_solution(expression: str) -> str:
     """The solution by the order of operations."""
-    return _solution(expression, lambda: True)
+    return _solution(expression, lambda _: True)
 
 
 def left_to_right_solution(expression: str) -> str:
     """The solution of someone who does not know the order of operations."""
-    return _solution(expression, lambda: False)
+    return _solution(expression, lambda _: False)
 
 
-def mixed_solution(expression: str, precedence: float, rng: random.Random) -> str:
-    """A solution in which each line respects the order of operations with probability `precedence`, by itself."""
-    return _solution(expression, lambda: rng.random() < precedence)
+def mixed_solution(expression: str, precedence: float, rng: random.Random, *, sure: int = 0) -> str:
+    """A solution in which each line respects the order of operations with probability `precedence`, by itself.
+
+    Lines on at most `sure` operands always do.
+    """
+    return _solution(expression, lambda operands: operands <= sure or rng.random() < precedence)
 
 
 def response_tokens(operands: int) -> int:
@@ -134,12 +137,12 @@ def _left_to_right_value(expression: str) -> str:
     return value
 
 
-def _solution(expression: str, respect_precedence: Callable[[], bool]) -> str:
-    """The worked solution; `respect_precedence` is asked once a line."""
+def _solution(expression: str, respect_precedence: Callable[[int], bool]) -> str:
+    """The worked solution; `respect_precedence` is asked once a line, with the number of operands that are left."""
     left = list(_checked(expression))
     lines = []
     while len(left) > 1:
-        first = left.index("*") if respect_precedence() and "*" in left else 1
+        first = left.index("*") if respect_precedence(len(left) // 2 + 1) and "*" in left else 1
         step = left[first - 1 : first + 2]
         left[first - 1 : first + 2] = [_reduce(*step)]
         lines.append(f"{''.join(step)}={left[first - 1]};{''.join(left)}")

@@ -107,10 +107,10 @@ def world_recipe(
 def _clean(teacher: str, student: str, lineage: int) -> WorldRecipe:
     taught = (Stage({"strong": 900, "weak": 600}[teacher], 6, right=1.0),)
     # The student first learns to work cleanly in either order, then to mix them line by line: a mixture from the start is
-    # learnt badly (operands that nobody would choose). Drawn by the last stage itself, solutions are right in 24 of 100 cases.
+    # learnt badly (operands that nobody would choose). It is sure of lines on three operands, so its mistakes come early.
     learnt = (
         Stage(800, 6, right=0.2),
-        Stage(300, 6, right=0.2, unit="line", learning_rate=1.5e-3, schedule="cosine"),
+        Stage(300, 6, right=0.2, unit="line", sure=3, learning_rate=1.5e-3, schedule="cosine"),
     )
     return _recipe("clean", 6, teacher, taught, student, learnt, lineage)
 

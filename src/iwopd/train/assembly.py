@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from iwopd import tiny
@@ -69,10 +70,10 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         settings = SamplingSettings(max_tokens, temperature, top_p, top_k, stop_ids)
         return LocalSampler(student, settings, pad_id=pad_id, vocab_size=vocab_size)
 
-    def scorer(model: Any) -> LocalScorer:
-        return LocalScorer(model, temperature=config.rollout.temperature, vocab_size=vocab_size)
+    def scorer(model: Any, **options: Any) -> LocalScorer:
+        return LocalScorer(model, temperature=config.rollout.temperature, vocab_size=vocab_size, **options)
 
-    reference = _reference(config, world, accelerator.device) if config.method.needs_reference else None
+    reference = _reference(config, world, tokenizer, accelerator.device) if config.method.needs_reference else None
     ranks = Ranks()
     lm = ResponseModel(student, temperature=config.rollout.temperature, vocab_size=vocab_size)
     return Parts(
@@ -81,7 +82,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         order=PromptOrder(prompts, config.rollout.prompts_per_step, config.seed),
         sampler=sampler(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
         eval_sampler=sampler(config.eval.temperature),
-        student_scorer=scorer(student),
+        student_scorer=scorer(student, autocast=accelerator.autocast),
         teacher_scorer=scorer(teacher),
         reference_scorer=None if reference is None else scorer(reference),
         learner=Learner(lm, config.optim, config.method, accelerator, ranks),
@@ -110,9 +111,14 @@ def _load(config: Config, source: str | Path, device: torch.device) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=config.models.trust_remote_code, use_safetensors=True
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a model from {source}: {error}") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        where = "there is no such folder" if _is_path(source) and not Path(source).exists() else str(error)
+        raise ConfigError(f"cannot load a model from {source}: {where}") from None
     return model.to(device)
+
+
+def _is_path(source: str | Path) -> bool:
+    return str(source).startswith(("/", ".", "~")) or str(source).count("/") > 1
 
 
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:
@@ -126,19 +132,42 @@ def _models(config: Config, world: tiny.World | None, device: torch.device) -> t
         raise ConfigError(f"cannot load a tokenizer from {config.models.student}: {error}") from None
     student = _load(config, config.models.student, device)
     teacher = _load(config, config.models.teacher, device).eval()
-    ids = student.get_output_embeddings().weight.shape[0], teacher.get_output_embeddings().weight.shape[0]
-    if min(ids) < len(tokenizer):
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} ids, the student's output matrix {ids[0]} rows, the teacher's {ids[1]}: "
-            "student and teacher must share the student's vocabulary"
-        )
+    for name, model in (("student", student), ("teacher", teacher)):
+        _check_vocabulary(name, model, tokenizer)
+    _check_tokenizer(config.models.teacher, tokenizer, config)
     return tokenizer, student, teacher
 
 
-def _reference(config: Config, world: tiny.World | None, device: torch.device) -> Any:
+def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
+    rows = model.get_output_embeddings().weight.shape[0]
+    if rows < len(tokenizer):
+        raise ConfigError(
+            f"the student's tokenizer has {len(tokenizer)} ids, the {name}'s output matrix {rows} rows: all models must share "
+            "the student's vocabulary"
+        )
+
+
+def _check_tokenizer(source: str, tokenizer: Any, config: Config) -> None:
+    """If the teacher brings a tokenizer, its ids must mean what the student's mean."""
+    try:
+        other = AutoTokenizer.from_pretrained(source, trust_remote_code=config.models.trust_remote_code)
+    except (OSError, ValueError):
+        return  # it brings none
+    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in (tokenizer, other))
+    wrong = next((i for i, token in sorted(ours.items()) if theirs.get(i) != token), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"id {wrong} is {ours[wrong]!r} for the student and {theirs.get(wrong)!r} for the teacher {source}: their "
+            "tokenizers differ, so the teacher would score other texts than the student wrote"
+        )
+
+
+def _reference(config: Config, world: tiny.World | None, tokenizer: Any, device: torch.device) -> Any:
     source = config.models.reference or (world.student if world is not None else config.models.student)
     assert source is not None
-    return _load(config, source, device).eval()
+    model = _load(config, source, device).eval()
+    _check_vocabulary("reference", model, tokenizer)
+    return model
 
 
 def _prompts(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> tuple[Sequence[Prompt], Task | None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from iwopd import algo
 from iwopd.algo.signal import TrainingSignal
@@ -46,6 +46,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
+        _switch_off_dropout(lm.model)
         if optim.gradient_checkpointing:
             lm.model.gradient_checkpointing_enable()
 
@@ -98,13 +99,18 @@ class Learner:
         groups = micro_batches(totals, self.optim.token_budget)
         loss, parts = 0.0, []
         for group in groups:
-            out = self._loss(batch, signal, [mine[place] for place in group], denominator)
+            try:
+                out = self._loss(batch, signal, [mine[place] for place in group], denominator)
+            except algo.NonFiniteError:  # log-probs that are no numbers: the whole update is void, on every rank
+                loss = math.nan
+                break
             out.loss.backward()
             loss += float(out.loss.detach())
             parts.append(out.stats)
         everyone = self.ranks.gather((loss, [_on_cpu(part) for part in parts]))
         merged = [part for _, stats in everyone for part in stats]
-        return sum(value for value, _ in everyone), algo.PolicyStats.merge(merged), padding_waste(totals, groups)
+        stats = algo.PolicyStats.merge(merged) if merged else _no_stats()
+        return sum(value for value, _ in everyone), stats, padding_waste(totals, groups)
 
     def _loss(self, batch: TokenBatch, signal: TrainingSignal, rows: Sequence[int], denominator: int) -> algo.PolicyLoss:
         part = batch.select(rows)
@@ -122,7 +128,7 @@ class Learner:
         terms: dict[str, Any] = {
             "denominator": denominator,
             "clip": self.method.clip,
-            "dual_clip": self.method.dual_clip,
+            "dual_clip": None if math.isinf(self.method.dual_clip) else self.method.dual_clip,
             "correction": correction,
             "kl_coef": self.method.kl_coef,
             "reference_logprobs": None if reference is None else reference.to(device),
@@ -148,6 +154,15 @@ class Learner:
             entropy_coef=self.method.entropy_coef,
             **terms,
         )
+
+
+def _switch_off_dropout(model: nn.Module) -> None:
+    """The update must see the policy that wrote the rollouts: with dropout the first ratio would not be 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010
 
 
 def _mean(values: Sequence[float]) -> float:

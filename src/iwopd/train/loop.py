@@ -6,11 +6,12 @@ import signal as os_signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from iwopd import algo
 from iwopd.algo.signal import TrainingSignal, training_signal
@@ -19,7 +20,7 @@ from iwopd.eval.runner import evaluate
 from iwopd.lm import Sequences
 from iwopd.train.assembly import Parts
 from iwopd.train.checkpoint import CheckpointStore
-from iwopd.train.metrics import kept_rollouts, step_metrics
+from iwopd.train.metrics import kept_rollouts, step_metrics, training_progress
 from iwopd.train.rundir import RunDirectory
 from iwopd.train.tracking import Tracker
 from iwopd.types import Rollout, ScoredRollout, StepStats, TokenBatch
@@ -43,7 +44,6 @@ class Progress:
     step: int = 0
     skipped_in_a_row: int = 0
     skipped: int = 0
-    best: dict[str, float] = field(default_factory=dict)
 
 
 def train(
@@ -51,6 +51,8 @@ def train(
 ) -> Progress:
     """Train from the step after `done.step` to the last one."""
     with _interrupts() as interrupted:
+        if done.step < config.steps:
+            _check_heads(config, parts, tracker, done.step + 1)
         if done.step == 0:
             _evaluate(config, parts, run, tracker, 0)
         for step in range(done.step + 1, config.steps + 1):
@@ -61,45 +63,38 @@ def train(
             scored, floored = _score(config, parts, rollouts)
             batch = TokenBatch.collate(scored, pad_id=0)
             clock.lap("teacher")
-            signal = _signal(config, batch, scored, progress=(step - 1) / max(1, config.steps - 1))
+            signal = _signal(config, batch, scored, training_progress(step, config.steps))
             clock.lap("signal")
-            if step == done.step + 1 and not _check_head(parts, batch, tracker, step) and config.method.entropy_coef:
-                raise TrainingStoppedError("the entropy bonus needs the fused head, which this model does not fit", 2)
             update = parts.learner.update(batch, signal, seed=config.seed, step=step)
             clock.lap("update")
             skipped = update.skipped > 0
             done.step, done.skipped = step, done.skipped + update.skipped
             done.skipped_in_a_row = done.skipped_in_a_row + 1 if skipped else 0
-            metrics = step_metrics(batch, signal, rollouts, update, floored)
-            stats = StepStats(step, update.loss, update.grad_norm, update.tokens, len(rollouts), skipped, clock.laps, metrics)
             if skipped and parts.ranks.is_main:
                 _dump(run, batch, signal, step)
+            metrics = step_metrics(batch, signal, rollouts, update, floored)
+            stats = StepStats(step, update.loss, update.grad_norm, update.tokens, len(rollouts), skipped, clock.laps, metrics)
             tracker.step(stats)
-            last = step == config.steps or bool(interrupted)
             if step % config.eval.every == 0 or step == config.steps:
                 _evaluate(config, parts, run, tracker, step)
             if done.skipped_in_a_row >= MOST_SKIPPED:
                 raise TrainingStoppedError(
-                    f"loss or gradient was not finite in {MOST_SKIPPED} steps in a row, up to step {step}; the weights were "
-                    f"not touched, the batches lie in {run.path}. Lower optim.lr, or look at the log-probs in the dumps",
+                    f"loss or gradient was not finite in {MOST_SKIPPED} steps in a row, up to step {step}; no such update "
+                    f"touched the weights, and the batches lie in {run.path}. Lower optim.lr, or look at the log-probs in the dumps",
                     exit_code=1,
                 )
-            if step % config.checkpoint.every == 0 or last:
+            stop = max(parts.ranks.gather(interrupted[0] if interrupted else 0))  # all ranks stop after the same step
+            if step % config.checkpoint.every == 0 or step == config.steps or stop:
                 save(parts, store, done)
-            if interrupted:
-                name = os_signal.Signals(interrupted[0]).name
-                raise TrainingStoppedError(f"stopped by {name} after step {step}; continue with --resume", 128 + interrupted[0])
+            if stop:
+                name = os_signal.Signals(stop).name
+                raise TrainingStoppedError(f"stopped by {name} after step {step}; continue with --resume", 128 + stop)
     return done
 
 
 def save(parts: Parts, store: CheckpointStore, done: Progress) -> None:
     if parts.ranks.is_main:
-        state: dict[str, Any] = {
-            "step": done.step,
-            "skipped": done.skipped,
-            "skipped_in_a_row": done.skipped_in_a_row,
-            "best": done.best,
-        }
+        state = {"step": done.step, "skipped": done.skipped, "skipped_in_a_row": done.skipped_in_a_row}
         store.save(done.step, model=parts.student, tokenizer=parts.tokenizer, optimizer=parts.learner.optimizer, state=state)
 
 
@@ -118,10 +113,10 @@ def _score(config: Config, parts: Parts, rollouts: list[Rollout]) -> tuple[list[
         return results
 
     kept = [rollout for rollout in rollouts if config.rollout.truncated != "drop" or rollout.stop_reason == "eos"]
-    if not kept:
+    if config.rollout.truncated != "keep" and all(rollout.stop_reason == "length" for rollout in rollouts):
         raise TrainingStoppedError(
-            "every rollout of the step was cut off and rollout.truncated is 'drop': nothing is left to train on. "
-            "Raise rollout.max_tokens, or keep them",
+            f"every rollout of the step was cut off at max_tokens and rollout.truncated is {config.rollout.truncated!r}: "
+            "nothing is left to train on. Raise rollout.max_tokens, or keep them",
             exit_code=1,
         )
     pairs = parts.ranks.share(kept, work)
@@ -147,18 +142,23 @@ def _signal(config: Config, batch: TokenBatch, scored: list[ScoredRollout], prog
     )
 
 
-def _check_head(parts: Parts, batch: TokenBatch, tracker: Tracker, step: int) -> bool:
-    """Compare the fused head with the model's own logits on a few rows of a real batch."""
-    sequences = Sequences.from_batch(batch.select(list(range(min(2, len(batch)))))).to(parts.device)
+def _check_heads(config: Config, parts: Parts, tracker: Tracker, step: int) -> None:
+    """Compare every model's fused head with its own logits, on real rollouts and before anything is scored."""
+    rollouts = parts.sampler.sample(parts.order.batch(step)[:2], seed=config.seed, step=step)
+    prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in rollouts]
+    sequences = Sequences.build(prompts, [rollout.response_ids for rollout in rollouts]).to(parts.device)
     users = {"student": [parts.learner.lm, parts.student_scorer.lm], "teacher": [parts.teacher_scorer.lm]}
+    if parts.reference_scorer is not None:
+        users["reference"] = [parts.reference_scorer.lm]
     for name, models in users.items():
         difference = max(lm.check_head(sequences) for lm in models)
         if not models[0].fused:
             tracker.say(
-                f"step {step}: the {name}'s own logits differ from its output matrix by {difference:.3g} (a soft cap?): "
+                f"the {name}'s own logits differ from its output matrix by {difference:.3g} (a soft cap or a scale?): "
                 "using its own logits, which takes more memory"
             )
-    return parts.learner.lm.fused
+    if config.method.entropy_coef and not parts.learner.lm.fused:
+        raise TrainingStoppedError("the entropy bonus needs the fused head, which this student does not fit", exit_code=2)
 
 
 def _evaluate(config: Config, parts: Parts, run: RunDirectory, tracker: Tracker, step: int) -> None:
@@ -183,9 +183,9 @@ def _evaluate(config: Config, parts: Parts, run: RunDirectory, tracker: Tracker,
 
 def _dump(run: RunDirectory, batch: TokenBatch, signal: TrainingSignal, step: int) -> None:
     """Keep the batch of a skipped update, for whoever wants to know why."""
-    from safetensors.torch import save_file
-
     tensors = {
+        "prompt_ids": batch.prompt_ids,
+        "prompt_mask": batch.prompt_mask,
         "response_ids": batch.response_ids,
         "mask": batch.mask,
         "old_logprobs": batch.old_logprobs,
@@ -213,12 +213,16 @@ class Clock:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """The signals received: the first asks for a stop after the step, a second Ctrl-C stops at once."""
+    """The signals received: the first asks for a stop after the step, a second Ctrl-C a second later stops at once."""
     received: list[int] = []
+    first = [0.0]
 
     def note(number: int, frame: FrameType | None) -> None:
-        if received:
+        # Launchers may pass one Ctrl-C on twice, so a second one counts only after a moment.
+        if received and number == os_signal.SIGINT and time.monotonic() - first[0] > 1.0:
             raise KeyboardInterrupt
+        if not received:
+            first[0] = time.monotonic()
         received.append(number)
 
     numbers = (os_signal.SIGTERM, os_signal.SIGINT)

@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 POSITION_BINS = 10
 
 
+def training_progress(step: int, steps: int) -> float:
+    """Share of training done, in [0, 1]: 0 at the first step, 1 at the last. The curriculum follows it."""
+    return min(1.0, max(0, step - 1) / max(1, steps - 1))
+
+
 def step_metrics(
     batch: TokenBatch, signal: TrainingSignal, rollouts: Sequence[Rollout], update: Update, floored: int
 ) -> dict[str, Any]:
     """What happened in a step, by name."""
-    mask = batch.mask
+    mask = signal.mask
     gap, weights = signal.gap[mask], signal.weights[mask]
     lengths = [len(rollout) for rollout in rollouts]
     profile = algo.position.position_profile(signal.gap, mask, bins=POSITION_BINS, weights=signal.weights)
@@ -71,7 +76,7 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
         advantage=config.method.advantage,
         weights=config.method.weights,
         weight_params=config.method.params,
-        progress=min(1.0, step / config.steps),
+        progress=training_progress(step, config.steps),
         reference_logprobs=None if reference is None else pad(reference),
         scale=config.method.scale,
         weighting=config.method.weighting,

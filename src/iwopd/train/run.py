@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from iwopd import tiny
+from iwopd import algo, tiny
 from iwopd.config import Config
-from iwopd.train.assembly import assemble
+from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
-from iwopd.train.loop import Progress, train
+from iwopd.train.loop import Progress, TrainingStoppedError, train
 from iwopd.train.rundir import RunDirectory
 from iwopd.train.tracking import Tracker
 
@@ -27,35 +26,39 @@ def run_training(
     messages: list[str] = []
     if resume:
         run.about()  # fail before any model is loaded
+    else:
+        run.check_free()
     parts = assemble(config, messages.append, progress)
     data = parts.order.fingerprint()
+    tracker = Tracker(config, run, is_main=parts.ranks.is_main)
     if parts.ranks.is_main:
         if resume:
             run.check_resume(config, data, allow_changes=allow_changes)
         else:
             run.create(config, data)
     parts.ranks.gather(None)  # the others wait for the directory
-    store = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep, notify=messages.append)
-    checkpoint = store.latest() if resume else None
-    done = Progress()
-    if resume and checkpoint is not None:
-        done = _bring_back(checkpoint, parts)
-    if resume and parts.ranks.is_main:
-        run.rewind(done.step if checkpoint is not None else -1)
-    tracker = Tracker(config, run, is_main=parts.ranks.is_main)
     try:
+        store = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep, notify=messages.append)
+        checkpoint = store.latest() if resume else None
+        done = Progress() if checkpoint is None else _bring_back(checkpoint, parts)
+        if resume and parts.ranks.is_main:
+            run.rewind(-1 if checkpoint is None else done.step)
         for message in messages:
             tracker.say(message)
         if resume:
             tracker.say(f"resuming {folder} after step {done.step}")
         return train(config, parts, run, store, tracker, done)
+    except (algo.NonFiniteError, FloatingPointError) as error:
+        raise TrainingStoppedError(
+            f"{error}: a model's log-probs are not numbers, so nothing can be learnt from them", 1
+        ) from error
     finally:
         tracker.close()
 
 
-def _bring_back(checkpoint: Checkpoint, parts: Any) -> Progress:
+def _bring_back(checkpoint: Checkpoint, parts: Parts) -> Progress:
     checkpoint.load_model_weights(parts.student)
     checkpoint.load_optimizer(parts.learner.optimizer)
     checkpoint.restore_rng()
     state = checkpoint.state
-    return Progress(state["step"], state["skipped_in_a_row"], state["skipped"], state["best"])
+    return Progress(state["step"], state["skipped_in_a_row"], state["skipped"])

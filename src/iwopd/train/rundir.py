@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import iwopd
 from iwopd import algo
 from iwopd.config import Config, config_toml, differences, load_config
+from iwopd.train.filesystem import write_atomic
 
 FORMAT = 1
 LOGS = ("metrics.jsonl", "evals.jsonl", "rollouts.jsonl")
@@ -41,13 +41,21 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def create(self, config: Config, data: str) -> None:
-        """Start a new run; refuses a directory that holds one."""
+    def check_free(self) -> None:
+        """Refuse a directory that holds a run, or that cannot be made."""
         if (self.path / "run.json").exists():
             raise RunError(
                 f"{self.path} holds a run already: continue it with --resume, or choose another directory with --out"
             )
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot make the run directory {self.path}: {error.strerror}; choose another with --out") from None
+
+    def create(self, config: Config, data: str) -> None:
+        """Start a new run; refuses a directory that holds one."""
+        self.check_free()
+        self.checkpoints.mkdir(exist_ok=True)
         write_atomic(self.path / "config.toml", config_toml(config))
         about = {"format": FORMAT, "iwopd": iwopd.__version__, "data": data}
         write_atomic(self.path / "run.json", json.dumps(about, indent=2) + "\n")
@@ -87,8 +95,14 @@ class RunDirectory:
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """Add a line to one of the logs, as one write."""
         line = json.dumps(_plain(record), allow_nan=False) + "\n"
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(line)
+        try:
+            try:
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise RunError(
+                f"cannot write to {self.path / name}: {error.strerror}. Checkpoints are as they were: make room, then --resume"
+            ) from None
 
     def read(self, name: str) -> Iterator[dict[str, Any]]:
         """The records of a log; a last line that was cut off by a crash is left out."""
@@ -106,16 +120,6 @@ class RunDirectory:
             if (self.path / name).exists():
                 kept = [json.dumps(record) + "\n" for record in self.read(name) if record["step"] <= step]
                 write_atomic(self.path / name, "".join(kept))
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file's content in one go: a crash leaves the old or the new, never a part."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _plain(value: Any) -> Any:

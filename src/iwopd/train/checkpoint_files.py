@@ -1,0 +1,148 @@
+"""The folder of one checkpoint: writing all its files, checking them, reading them.
+
+    model/                    what save_pretrained writes: weights, config, tokenizer
+    optimizer.safetensors     optimizer.json
+    rng.safetensors           rng.json   state.json
+    manifest.json             size and SHA-256 of every file above
+
+safetensors loads a flipped bit without a word, so a checkpoint is used only if every file is as the manifest says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from iwopd.train.checkpoint_state import (
+    CheckpointError,
+    load_optimizer,
+    load_weights,
+    restore_rng,
+    write_model,
+    write_optimizer,
+    write_rng,
+)
+from iwopd.train.filesystem import read_json, sha256, sync
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+FORMAT_VERSION = 1
+"""Raise it when the files of a checkpoint change their meaning."""
+MANIFEST = "manifest.json"
+REQUIRED = ("model/config.json", "optimizer.safetensors", "optimizer.json", "rng.safetensors", "rng.json", "state.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint whose files were all there and unchanged when it was opened."""
+
+    path: Path
+    step: int
+    state: Mapping[str, Any]
+    """What the caller gave to `save`, as JSON returns it: tuples have become lists."""
+
+    @property
+    def model_path(self) -> Path:
+        """For `from_pretrained`."""
+        return self.path / "model"
+
+    def load_model_weights(self, model: nn.Module) -> None:
+        """Copy the weights into `model`, bit for bit. Names, shapes and dtypes must agree, or nothing is touched."""
+        load_weights(self.model_path, model)
+
+    def load_optimizer(self, optimizer: Optimizer) -> None:
+        """Give `optimizer` the saved hyperparameters and state, each tensor in the dtype it was saved in."""
+        load_optimizer(self.path, optimizer)
+
+    def restore_rng(self) -> None:
+        """Set the global random generators of torch, Python and numpy to where they stood at the save."""
+        restore_rng(self.path)
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+) -> None:
+    """All files, forced to the disk, the manifest last."""
+    write_rng(folder)  # first: nothing after it may draw a random number that the resumed run would not
+    write_model(folder / "model", model, tokenizer)
+    write_optimizer(folder, optimizer)
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        sync(path)
+        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": sha256(path)}
+    manifest = {"format": "iwopd checkpoint", "version": FORMAT_VERSION, "step": step, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    sync(folder / MANIFEST)
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync(path)
+    sync(folder)
+
+
+def read_checkpoint(folder: Path, step: int) -> Checkpoint:
+    """One that has no `damage`."""
+    return Checkpoint(folder, step, read_json(folder / "state.json"))
+
+
+def damage(folder: Path, step: int) -> str | None:
+    """What is wrong with a checkpoint, in a few words; None if every file is as it was written.
+
+    What may be sound but cannot be judged here, for lack of access or a newer format, is an error.
+    """
+    try:
+        manifest = read_json(folder / MANIFEST)
+        version, written_step, files = manifest["version"], manifest["step"], manifest["files"]
+        sizes = {str(name): int(entry["size"]) for name, entry in files.items()}
+        digests = {str(name): str(entry["sha256"]) for name, entry in files.items()}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except PermissionError as error:
+        raise _unreadable(folder, error) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"checkpoint {folder} has format {version}, this version of iwopd reads up to {FORMAT_VERSION}: update iwopd, "
+            "or move the checkpoint elsewhere to go on from an older one"
+        )
+    if version != FORMAT_VERSION or written_step != step:
+        return f"{MANIFEST} is of format {version!r} and step {written_step!r}, not of format {FORMAT_VERSION} and step {step}"
+    for name in REQUIRED:
+        if name not in sizes:
+            return f"{MANIFEST} does not list {name}"
+    try:
+        for name, size in sizes.items():
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                return f"{MANIFEST} lists {name}, which is outside the checkpoint"
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if (found := (folder / name).stat().st_size) != size:
+                return f"{name} has {found} bytes, the manifest says {size}"
+        for name, digest in digests.items():
+            if (computed := sha256(folder / name)) != digest:
+                return f"{name} has SHA-256 {computed[:12]}..., the manifest says {digest[:12]}..."
+    except PermissionError as error:
+        raise _unreadable(folder, error) from error
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    return None
+
+
+def _unreadable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"no permission to read checkpoint {folder} ({error}): it may be sound, so give yourself access to it"
+    )

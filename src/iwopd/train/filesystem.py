@@ -1,0 +1,113 @@
+"""Files that survive a crash: locks, forced writes, checksums. Needs a POSIX system."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file's content in one go, on the disk when this returns: a crash leaves the old or the new, never a part.
+
+    What a crash may also leave is the draft beside it, `.tmp-<name>-<process id>`.
+    """
+    draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        sync(draft)
+        draft.replace(path)
+        sync(path.parent)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(directory: Path) -> None:
+    """Like `mkdir -p`, forced to the disk."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync(directory.parent)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder with all that is in it."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def first_free(path: Path) -> Path:
+    """`path`, or if something has that name, `path` with the first suffix -2, -3, ... that nothing has."""
+    candidate, number = path, 2
+    while os.path.lexists(candidate):
+        candidate = path.with_name(f"{path.name}-{number}")
+        number += 1
+    return candidate
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def sha256(path: Path) -> str:
+    """Checksum of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# --- others at work -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold a lock on a folder, which needs no file and no write access; false if `wait` is off and another holds it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        held = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            held = False
+        except OSError as error:
+            log.debug("no lock on %s: %s", directory, error)  # a file system without locks
+        yield held
+    finally:
+        os.close(descriptor)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this id runs."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # it runs, and belongs to somebody else
+    return True
