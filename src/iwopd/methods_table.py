@@ -27,7 +27,12 @@ def print_methods(console: Console | None = None) -> None:
     for name, formula in ADVANTAGES.items():
         console.print(f"  {name:<8} A[t] = {formula}", markup=False, highlight=False)
     console.print("\nWeight rules (method.weights): a[t] = lp_T[t] - lp_0[t]", markup=False)
-    for name, rule in WEIGHT_RULES.items():
+    for name in WEIGHT_RULES:
+        try:
+            rule = WEIGHT_RULES[name]
+        except (ImportError, TypeError) as error:
+            console.print(f"\n  {name}: {error}", style="red", markup=False)
+            continue
         params = ", ".join(f"{key} = {value!r}" for key, value in rule.params.items())
         console.print(f"\n  {name}", style="bold", markup=False)
         console.print(f"    w[t] = {rule.formula}", markup=False, highlight=False)

@@ -4,7 +4,8 @@
            --train--> StepStats;   --every k steps--> EvalResult
 
 Shape letters: B rollouts, P prompt tokens, T response tokens, N problems, K samples a problem. Every object checks its
-shapes, dtypes and finiteness when it is built; the error names the field and the row. Log-probs are natural, at the
+shapes, dtypes and finiteness when it is built; the error names the field and the row. Objects with tensors are equal only to
+themselves. Log-probs are natural, at the
 sampling temperature, over the full vocabulary.
 """
 
@@ -22,7 +23,7 @@ StopReason = Literal["eos", "length"]
 STOP_REASONS: tuple[StopReason, ...] = ("eos", "length")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """One prompt, rendered to ids."""
 
@@ -45,7 +46,7 @@ class Prompt:
             raise ValueError(f"Prompt.token_ids of {self.id!r} must be integers >= 0")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rollout:
     """One answer of the student."""
 
@@ -72,7 +73,7 @@ class Rollout:
         return len(self.response_ids)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScoredRollout:
     """A rollout with the log-probs that the loss needs."""
 
@@ -95,7 +96,7 @@ class ScoredRollout:
         return len(self.rollout)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenBatch:
     """Scored rollouts as padded tensors: prompts [B, P] padded on the left, responses [B, T] on the right."""
 
@@ -142,7 +143,10 @@ class TokenBatch:
 
     def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
         """These rows, with padding that none of them needs cut off."""
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.mask.device)
+        index = torch.as_tensor(rows, device=self.mask.device)
+        if index.dtype == torch.bool:
+            raise TypeError("TokenBatch.select takes row numbers, not a boolean mask; pass mask.nonzero().squeeze(1)")
+        index = index.long()
         tokens = int(self.lengths[index].max()) if len(index) else 0
         prompt = int(self.prompt_mask[index].sum(-1).max()) if len(index) else 0
         first = self.prompt_ids.shape[1] - prompt
@@ -226,7 +230,7 @@ class StepStats:
                     raise ValueError(f"StepStats.{name} of step {self.step} is {getattr(self, name)}, yet it was not skipped")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EvalResult:
     """One model on one task."""
 

@@ -16,14 +16,15 @@ def test_opd_is_the_difference_inside_and_zero_outside(dtype: torch.dtype) -> No
     assert torch.equal(advantages[~mask], torch.zeros_like(advantages[~mask]))
 
 
-def test_scale_one_is_opd_and_weight_one_is_exopd_bit_for_bit() -> None:
+@pytest.mark.parametrize("scale", [0.9, 1.1, 1.25, 1.3])
+def test_scale_one_is_opd_and_weight_one_is_exopd_bit_for_bit(scale: float) -> None:
     batch = random_batch([300, 7, 1], dtype=torch.float32)
     mask, teacher, old, reference = (batch[k] for k in ("mask", "teacher_logprobs", "old_logprobs", "reference_logprobs"))
     assert torch.equal(algo.exopd_advantages(teacher, old, reference, mask, scale=1.0), algo.opd_advantages(teacher, old, mask))
     ones = torch.ones_like(teacher)
     assert torch.equal(
-        algo.exopd_advantages(teacher, old, reference, mask, weights=ones),
-        algo.exopd_advantages(teacher, old, reference, mask),
+        algo.exopd_advantages(teacher, old, reference, mask, scale, weights=ones),
+        algo.exopd_advantages(teacher, old, reference, mask, scale),
     )
 
 
@@ -44,6 +45,7 @@ def test_impossible_teacher_token_is_floored_and_counted() -> None:
     teacher = torch.tensor([[-1.0, -torch.inf, -1e4], [-torch.inf, -torch.inf, torch.nan]])
     floored = algo.floor_logprobs(teacher, mask)
     assert floored.floored == 2  # not the one in the padding
+    assert floored.logprobs.tolist() == [[-1.0, -100.0, -1e4], [-100.0, 0.0, 0.0]]
     old = torch.full_like(teacher, -0.5)
     # A finite log-prob below the floor stays what it is.
     assert algo.opd_advantages(teacher, old, mask).tolist() == [[-0.5, -99.5, -9999.5], [-99.5, 0.0, 0.0]]

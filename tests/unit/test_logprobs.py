@@ -134,6 +134,64 @@ def test_extreme_logits_stay_finite() -> None:
     assert logprobs == [0.0, -1e4, -2e4]
 
 
+def test_backward_under_autocast_is_in_full_precision_too() -> None:
+    data = inputs(9, dtype=torch.float32)
+    gradients = []
+    for enabled in (False, True):
+        weight = data["weight"].clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            algo.token_logprobs(data["hidden"], weight, data["targets"]).sum().backward()
+        gradients.append(weight.grad)
+    assert gradients[0] is not None
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_padding_that_nobody_asks_about_may_hold_anything() -> None:
+    """Hidden states of padding are NaN: values there are too, but gradients are clean where the loss does not look."""
+    data, teacher = inputs(6), inputs(6, hidden_size=9, seed=1)
+    look = torch.tensor([True, True, False, True, False, True])
+    data["hidden"][~look] = float("nan")
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda weight: algo.token_logprobs(data["hidden"], weight, data["targets"]),
+        lambda weight: algo.token_entropy(data["hidden"], weight),
+        lambda weight: algo.token_kl(data["hidden"], weight, teacher["hidden"], teacher["weight"]),
+    ]
+    for call in calls:
+        weight = data["weight"].clone().requires_grad_()
+        torch.where(look, call(weight), 0.0).sum().backward()
+        assert weight.grad is not None
+        assert torch.isfinite(weight.grad).all()
+        assert weight.grad.any()
+
+
+def test_banned_ids_have_no_part_in_entropy_and_kl() -> None:
+    data, teacher = inputs(4), inputs(4, hidden_size=9, seed=1)
+    bias = torch.zeros(VOCAB, dtype=torch.float64)
+    bias[REAL:] = -torch.inf
+    both = {"bias": bias, "teacher_bias": bias}
+    weight = data["weight"].clone().requires_grad_()
+    entropy = algo.token_entropy(data["hidden"], weight, bias=bias)
+    torch.testing.assert_close(entropy, algo.token_entropy(data["hidden"], data["weight"], vocab_size=REAL))
+    for direction in ("reverse", "forward"):
+        pair = (teacher["hidden"], teacher["weight"])
+        banned = algo.token_kl(data["hidden"], weight, *pair, direction=direction, **both)
+        cut = algo.token_kl(data["hidden"], data["weight"], *pair, direction=direction, vocab_size=REAL)
+        torch.testing.assert_close(banned, cut)
+        (entropy.sum() + banned.sum()).backward(retain_graph=True)
+    assert weight.grad is not None
+    assert torch.isfinite(weight.grad).all()
+
+
+def test_student_and_teacher_may_have_different_precision() -> None:
+    data, teacher = inputs(5, dtype=torch.float32), inputs(5, hidden_size=9, seed=1)
+    kl = algo.token_kl(data["hidden"], data["weight"], teacher["hidden"], teacher["weight"], teacher_bias=teacher["bias"])
+    exact = algo.token_kl(
+        data["hidden"].double(), data["weight"].double(), teacher["hidden"], teacher["weight"], teacher_bias=teacher["bias"]
+    )
+    assert kl.dtype == torch.float32
+    torch.testing.assert_close(kl.double(), exact, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_entropy(options: dict[str, Any]) -> None:
     data = inputs(2, 5)

@@ -158,7 +158,10 @@ def test_empty_micro_batch_is_zero_and_differentiable() -> None:
     assert float(out.loss.detach()) == 0.0
     assert logprobs.grad is not None
     assert not logprobs.grad.any()
-    assert (float(out.stats.ratio_min), float(out.stats.ratio_max), float(out.stats.clip_fraction)) == (1.0, 1.0, 0.0)
+    assert out.stats.as_dict()["ratio_min"] == out.stats.as_dict()["ratio_max"] == 1.0
+    full = algo.policy_loss(torch.tensor([[2.0]]), torch.zeros(1, 1), torch.ones(1, 1), length_mask([1]), denominator=1)
+    merged = algo.PolicyStats.merge([out.stats, full.stats])  # a micro-batch without tokens has no say
+    assert float(merged.ratio_min) == float(merged.ratio_max) == float(full.stats.ratio_max)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +184,49 @@ def test_nan_inside_the_mask_is_an_error_with_its_place() -> None:
     zeros, mask = torch.zeros(2, 2), length_mask([2, 2])
     broken = zeros.clone()
     broken[1, 0] = float("nan")
-    with pytest.raises(ValueError, match="logprobs is nan at row 1, token 0"):
-        algo.policy_loss(broken, zeros, zeros, mask, denominator=4)
+    for values in (broken, broken.clone().requires_grad_()):
+        with pytest.raises(algo.NonFiniteError, match="logprobs is nan at row 1, token 0"):
+            algo.policy_loss(values, zeros, zeros, mask, denominator=4)
+
+
+def test_ratio_extremes_are_those_of_valid_tokens_only() -> None:
+    """All ratios above 1: padding (a ratio of 1) must not be the smallest."""
+    mask = length_mask([2], width=3)
+    old = torch.full((1, 3), -3.0)
+    out = algo.policy_loss(old + torch.tensor([[1.0, 2.0, 0.0]]), old, torch.ones(1, 3), mask, denominator=2)
+    assert float(out.stats.ratio_min) == pytest.approx(2.718282)
+    assert float(out.stats.ratio_max) == pytest.approx(7.389056)
+
+
+def test_only_the_log_probs_carry_a_gradient() -> None:
+    batch = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in loss_inputs().items() if name != "mask"}
+    leaves = {name: values.clone().requires_grad_() for name, values in batch.items()}
+    out = algo.policy_loss(
+        leaves["logprobs"],
+        leaves["old_logprobs"],
+        leaves["advantages"],
+        loss_inputs()["mask"],
+        denominator=5,
+        correction=leaves["correction"],
+        kl_coef=0.1,
+        reference_logprobs=leaves["reference_logprobs"],
+    )
+    out.loss.backward()
+    assert leaves["logprobs"].grad is not None
+    for name in ("old_logprobs", "advantages", "correction", "reference_logprobs"):
+        assert leaves[name].grad is None, name
+
+
+def test_low_variance_kl_keeps_its_gradient_far_away_and_never_goes_below_zero() -> None:
+    mask = length_mask([3])
+    logprobs = torch.tensor([[0.0, -1.0, -1.0]], requires_grad=True)
+    kl = algo.low_variance_kl(logprobs, torch.tensor([[-30.0, -1.0, -500.0]]), mask)
+    assert kl[0].tolist() == pytest.approx([29.0, 0.0, 498.0])
+    kl.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == pytest.approx([1.0, 0.0, 1.0])
+    near = torch.linspace(-1e-3, 1e-3, 20_001)[None]
+    assert float(algo.low_variance_kl(near, torch.zeros_like(near), near < 1).min()) >= 0.0
 
 
 # --- fused ----------------------------------------------------------------------------------------------------------
@@ -270,8 +314,6 @@ def test_fused_gradients_pass_numerical_differentiation() -> None:
     inputs = head_inputs(mask, hidden_size=3, vocab=9)
     hidden, weight, bias = (inputs[name].nan_to_num(0.0, 0.0, 0.0).clamp(-3, 3) for name in ("hidden", "weight", "bias"))
     advantages = torch.tensor([[0.5, -1.0, 2.0], [-0.5, 1.0, 0.0]], dtype=torch.float64)
-    with torch.no_grad():
-        old = algo.token_logprobs(hidden, weight, inputs["targets"].clamp(min=0), bias=bias) + 0.05  # inside the clip
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         out = algo.fused_policy_loss(
@@ -291,7 +333,8 @@ def test_fused_gradients_pass_numerical_differentiation() -> None:
         return out.loss
 
     with torch.no_grad():
-        old = algo.token_logprobs(hidden, weight, inputs["targets"].clamp(min=0), bias=bias, temperature=0.8) + 0.05
+        old = algo.token_logprobs(hidden, weight, inputs["targets"].clamp(min=0), bias=bias, temperature=0.8)
+        old = old + 0.05  # inside the clip
     torch.autograd.gradcheck(loss, tuple(x.clone().requires_grad_() for x in (hidden, weight, bias)))
 
 
@@ -356,6 +399,15 @@ def test_fused_without_valid_tokens_is_zero() -> None:
     assert float(out.loss.detach()) == 0.0
     assert hidden.grad is not None
     assert not hidden.grad.any()
+
+
+def test_fused_names_the_token_whose_hidden_state_is_broken() -> None:
+    mask = length_mask([1, 3])
+    inputs = head_inputs(mask, dtype=torch.float32)
+    inputs["hidden"][1, 2, 4] = float("nan")
+    zeros = torch.zeros(mask.shape)
+    with pytest.raises(algo.NonFiniteError, match="the hidden state is nan at row 1, token 2"):
+        algo.fused_policy_loss(inputs["hidden"], inputs["weight"], inputs["targets"], zeros, zeros, mask, denominator=2)
 
 
 def test_fused_bad_arguments_are_named() -> None:

@@ -103,10 +103,18 @@ def test_empty_batch_and_no_discrepancy() -> None:
     assert same.abs_gap.share.tolist() == [0.0, 0.0]
 
 
+def test_a_batch_without_valid_tokens() -> None:
+    for by in ("fraction", "position"):
+        profile = position.position_profile(torch.zeros(2, 3), length_mask([0, 0], width=3), by=by)  # type: ignore[arg-type]
+        assert int(profile.tokens.sum()) == 0
+
+
 def test_bad_arguments_are_named() -> None:
     mask = length_mask([3])
     with pytest.raises(ValueError, match="bins must be at least 1, got 0"):
         position.fraction_bins(mask, 0)
+    with pytest.raises(ValueError, match="bins must be at least 1, got 0"):
+        position.position_profile(torch.zeros(1, 3), mask, by="position", bins=0)
     with pytest.raises(ValueError, match="width must be at least 1, got 0"):
         position.position_bins(mask, 0)
     with pytest.raises(ValueError, match="by must be 'fraction' or 'position', got 'token'"):

@@ -26,6 +26,12 @@ def second_half(mask, *, ratio=0.5):
 
 late = WeightRule("late", lambda gap, mask, *, ratio=0.5: second_half(mask, ratio=ratio).double(), supervised=second_half)
 
+def plain(gap, mask, tau=2.0):
+    return torch.full_like(gap, tau)
+
+def needy(gap, mask, *, tau):
+    return torch.full_like(gap, tau)
+
 def wrong_shape(gap, mask):
     return gap.sum(-1)
 
@@ -34,7 +40,9 @@ number = 3
 
 ENTRY_POINTS = """[iwopd.weights]
 survival = my_rules:survival
-late = my_rules:late
+tardy = my_rules:late
+plain = my_rules:plain
+needy = my_rules:needy
 wrong-shape = my_rules:wrong_shape
 number = my_rules:number
 broken = no_such_module:rule
@@ -68,7 +76,8 @@ def plugin(tmp_path: Path) -> Path:
 def run(plugin: Path, statement: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(plugin)}
     command = [sys.executable, "-c", SCRIPT.format(statement=statement)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
@@ -84,8 +93,20 @@ def test_parameters_and_formula_come_from_the_function(plugin: Path) -> None:
 
 
 def test_a_rule_object_brings_its_supervised_tokens(plugin: Path) -> None:
-    out = run(plugin, "print(algo.supervised_mask('late', mask, ratio=0.4).tolist())")
+    out = run(plugin, "print(algo.supervised_mask('tardy', mask, ratio=0.4).tolist())")
     assert "[[False, True, True, False]]" in out
+
+
+def test_any_parameter_with_a_default_counts(plugin: Path) -> None:
+    assert "[[3.0, 3.0, 3.0, 0.0]]" in run(plugin, "print(algo.token_weights('plain', gap, mask, tau=3.0).tolist())")
+    assert "its parameter 'tau' needs a default" in run(plugin, "algo.token_weights('needy', gap, mask)")
+    assert "tardy" in run(plugin, "print(algo.WEIGHT_RULES['tardy'].name)")
+
+
+def test_the_table_of_methods_survives_a_broken_plugin(plugin: Path) -> None:
+    out = run(plugin, "from iwopd.methods_table import print_methods; print_methods()")
+    assert "broken: weight rule 'broken' could not be loaded" in out
+    assert "survival" in out
 
 
 def test_names_are_listed_without_importing_anything(plugin: Path) -> None:

@@ -36,6 +36,15 @@ def test_iw_exopd_applies_the_weights_once() -> None:
     assert torch.equal(plain.advantages, algo.exopd_advantages(teacher, old, reference, mask))
 
 
+def test_unsupervised_tokens_get_no_advantage_under_exopd_either() -> None:
+    batch = random_batch([10])
+    mask, reference = batch["mask"], batch["reference_logprobs"]
+    arguments = (batch["teacher_logprobs"], batch["old_logprobs"], mask)
+    signal = training_signal(*arguments, advantage="exopd", reference_logprobs=reference, weights="prefix-only")
+    assert signal.advantages[0, :3].all()
+    assert not signal.advantages[0, 3:].any()
+
+
 def test_bad_arguments_are_named() -> None:
     batch = random_batch([2])
     arguments = (batch["teacher_logprobs"], batch["old_logprobs"], batch["mask"])

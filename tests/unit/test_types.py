@@ -48,6 +48,8 @@ def test_select_drops_padding_that_nobody_needs() -> None:
     assert one.reference_logprobs.tolist() == [[-1.0]]
     assert one.rollout_logprobs is None
     assert len(batch.select([])) == 0
+    with pytest.raises(TypeError, match="row numbers, not a boolean mask"):
+        batch.select(torch.tensor([True, False, True]))
 
 
 def test_reference_logprobs_for_all_or_none() -> None:

@@ -162,6 +162,7 @@ def test_supervised_mask_is_the_mask_for_all_other_rules() -> None:
             assert torch.equal(supervised, mask)
             assert supervised is not mask
     assert torch.equal(algo.supervised_mask("cumulative-share", mask, gamma=1.0, normalize="mean-one"), mask)
+    assert torch.equal(algo.supervised_mask("curriculum", mask, progress=0.5), mask)  # takes what token_weights takes
 
 
 def test_curriculum_grows_from_start_to_end() -> None:
@@ -175,7 +176,10 @@ def test_curriculum_grows_from_start_to_end() -> None:
     }
     # Ratios 0.3, 0.4025, 0.65, 1 and 0.3, 0.475, 0.65, 1 of ten tokens, rounded up.
     assert counts == {"cosine": [3, 5, 7, 10], "linear": [3, 5, 7, 10]}
-    assert int((algo.token_weights("curriculum", torch.zeros(1, 100), length_mask([100]), progress=0.25) == 1.5).sum()) == 41
+    gap, mask = torch.zeros(1, 100), length_mask([100])
+    for schedule, count in (("cosine", 41), ("linear", 48)):
+        weights = algo.token_weights("curriculum", gap, mask, progress=0.25, schedule=schedule)
+        assert int((weights == 1.5).sum()) == count
 
 
 def test_holes_in_the_mask_count_as_absent() -> None:

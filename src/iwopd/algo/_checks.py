@@ -28,13 +28,13 @@ def check_tokens(name: str, values: Tensor, mask: Tensor, *, finite: bool = True
     if values.shape != mask.shape:
         raise ValueError(f"{name} has shape {list(values.shape)}, the mask {list(mask.shape)}; they must be equal")
     if values.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name} must be float32 or float64, got {values.dtype}; half precision loses the gap")
+        raise TypeError(f"{name} must be float32 or float64, got {values.dtype}")
     bad = torch.isnan(values) if not finite else ~torch.isfinite(values)
     bad = bad & mask
     if bad.any():
         where = [int(i) for i in bad.nonzero()[0]]
         place = f"row {where[0]}, token {where[1]}" if len(where) == 2 else f"index {where}"
-        raise NonFiniteError(f"{name} is {float(values[tuple(where)])} at {place}, inside the mask")
+        raise NonFiniteError(f"{name} is {values.detach()[tuple(where)].item()} at {place}, inside the mask")
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:

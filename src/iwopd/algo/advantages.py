@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from iwopd.algo._checks import check_mask, check_tokens, keep
+from iwopd.algo._checks import check_mask, check_tokens, keep, wide
 from iwopd.algo.logprobs import floor_logprobs
 
 
@@ -33,7 +33,7 @@ def exopd_advantages(
     scale: float = 1.25,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """ExOPD's extrapolated reward, and IW-ExOPD when `weights` are given.
+    """ExOPD's extrapolated reward (from G-OPD), and IW-ExOPD when `weights` are given.
 
     ExOPD:    `A[t] = scale * (lp_T[t] - lp_R[t]) - (lp_0[t] - lp_R[t])`
     IW-ExOPD: `A[t] = scale * w[t] * (lp_T[t] - lp_R[t]) - (lp_0[t] - lp_R[t])`
@@ -52,4 +52,5 @@ def exopd_advantages(
     if weights is None:
         return keep(gap + (scale - 1.0) * reward, mask)
     check_tokens("weights", weights, mask)
-    return keep(gap + (scale * weights - 1.0) * reward, mask)
+    factor = (scale * wide(weights) - 1.0).to(reward.dtype)  # rounded once, like `scale - 1` above
+    return keep(gap + factor * reward, mask)

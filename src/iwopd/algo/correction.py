@@ -12,8 +12,8 @@ from iwopd.algo._checks import check_mask, check_tokens, keep
 def rollout_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, threshold: float = 5.0) -> Tensor:
     """Truncated importance ratio `min(exp(lp_0[t] - lp_rollout[t]), threshold)`, detached, 0 outside the mask.
 
-    It multiplies the loss of each token ("Rollout importance correction: token-level, threshold 5.0" in the paper's
-    table of hyperparameters). `lp_0` is the trainer's own log-prob; `lp_rollout` the engine's, used nowhere else.
+    It multiplies the loss of each token ("Rollout importance correction: token-level, threshold 5.0", Tab. 6 of
+    the paper). `lp_0` is the trainer's own log-prob; `lp_rollout` the engine's, used nowhere else.
     """
     if not threshold > 0:
         raise ValueError(f"threshold must be positive, got {threshold}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from iwopd.algo._checks import check_mask, check_tokens
+from iwopd.algo._checks import check_mask, check_tokens, keep
 from iwopd.algo.head import Chunk, HeadGradients, OutputHead, row_chunks
 
 LOGPROB_FLOOR = -100.0
@@ -24,7 +24,7 @@ LOGPROB_FLOOR = -100.0
 
 class FlooredLogprobs(NamedTuple):
     logprobs: Tensor
-    """Log-probs with -inf on valid tokens replaced by the floor."""
+    """Log-probs with -inf on valid tokens replaced by the floor, 0 outside the mask."""
     floored: int
     """How many were replaced: belongs into the metrics."""
 
@@ -37,7 +37,7 @@ def floor_logprobs(
     check_mask(mask)
     check_tokens(name, logprobs, mask, finite=False)
     impossible = torch.isneginf(logprobs) & mask
-    floored = torch.where(impossible, floor, logprobs)
+    floored = keep(torch.where(impossible, floor, logprobs), mask)
     check_tokens(name, floored, mask)
     return FlooredLogprobs(floored, int(impossible.sum()))
 
@@ -53,12 +53,13 @@ def token_logprobs(
 ) -> Tensor:
     """Log-probs [...] of the given tokens `targets` [...]; differentiable in hidden states, matrix and bias.
 
-    A target at or above `vocab_size` has log-prob -inf and no gradient.
+    A target at or above `vocab_size` has log-prob -inf and no gradient. There is no mask here: padding needs some id that
+    exists (0 will do).
     """
     head = OutputHead.build(hidden, weight, bias, temperature, vocab_size)
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(f"targets have shape {list(targets.shape)}, hidden states {list(hidden.shape)}")
-    ids = head.check_targets(targets).reshape(-1)
+    ids = head.check_targets(targets).reshape(-1).clone()  # kept for the backward pass
     return _through_head(hidden, weight, bias, head, _TargetLogprob(ids, len(head.weight)))
 
 
@@ -149,8 +150,10 @@ class _HeadFunction(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, values = ctx.saved_tensors
         gradients = HeadGradients.allocate(hidden, weight, bias, list(ctx.needs_input_grad[:3]))
-        for chunk in row_chunks(ctx.head, hidden, spare=ctx.function.spare):
-            dlogits = ctx.function.gradient(chunk, values[chunk.rows, None], upstream[chunk.rows, None])
+        # Tokens that nobody asks about (padding, usually) take no part: no work, and no NaN of theirs in the matrix.
+        index = upstream.nonzero().squeeze(1)
+        for chunk in row_chunks(ctx.head, hidden, index, spare=ctx.function.spare):
+            dlogits = ctx.function.gradient(chunk, values[chunk.source, None], upstream[chunk.source, None])
             gradients.add(ctx.head, chunk, dlogits)
         return (*gradients.scaled(torch.ones((), device=hidden.device)), None, None)
 
@@ -163,13 +166,13 @@ class _TargetLogprob:
     vocabulary: int
     spare: int = 0
 
-    def _targets(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def _targets(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
         targets = self.targets[rows, None]
         possible = targets < self.vocabulary
         return torch.where(possible, targets, 0), possible
 
     def value(self, chunk: Chunk) -> Tensor:
-        targets, possible = self._targets(chunk.rows)
+        targets, possible = self._targets(chunk.source)
         picked = chunk.logits.gather(1, targets)
         largest = chunk.logits.amax(1, keepdim=True)
         total = chunk.logits.sub_(largest).exp_().sum(1, keepdim=True)
@@ -177,7 +180,7 @@ class _TargetLogprob:
         return torch.where(possible, picked - largest - total.log(), -torch.inf).squeeze(1)
 
     def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
-        targets, possible = self._targets(chunk.rows)
+        targets, possible = self._targets(chunk.source)
         upstream = torch.where(possible, upstream, 0.0)
         scaled = chunk.logits.sub_(chunk.logits.amax(1, keepdim=True)).exp_()
         return scaled.mul_(-upstream / scaled.sum(1, keepdim=True)).scatter_add_(1, targets, upstream)
@@ -193,13 +196,13 @@ class _Entropy:
         shifted = chunk.logits.sub_(chunk.logits.amax(1, keepdim=True))
         scaled = torch.exp(shifted, out=chunk.spare[0])
         total = scaled.sum(1)
-        return total.log() - shifted.mul_(scaled).sum(1) / total
+        return total.log() - _times(shifted, scaled).sum(1) / total
 
     def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
         shifted = chunk.logits.sub_(chunk.logits.amax(1, keepdim=True))
         scaled = torch.exp(shifted, out=chunk.spare[0])
         total = scaled.sum(1, keepdim=True)
-        return shifted.add_(value - total.log()).mul_(scaled).mul_(-upstream / total)
+        return _times(shifted.add_(value - total.log()), scaled).mul_(-upstream / total)
 
 
 @dataclass
@@ -217,22 +220,27 @@ class _KL:
     def _logprobs(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         teacher, work = chunk.spare
         student = _log_softmax_(chunk.logits, work)
-        return student, _log_softmax_(self.teacher.logits(self.teacher_hidden[chunk.rows], teacher), work)
+        return student, _log_softmax_(self.teacher.logits(self.teacher_hidden[chunk.source], teacher), work)
 
     def value(self, chunk: Chunk) -> Tensor:
         student, teacher = self._logprobs(chunk)
         if self.direction == "reverse":
             difference = torch.sub(student, teacher, out=teacher)
-            return difference.mul_(student.exp_()).sum(1)
+            return _times(difference, student.exp_()).sum(1)
         difference = torch.sub(teacher, student, out=student)
-        return difference.mul_(teacher.exp_()).sum(1)
+        return _times(difference, teacher.exp_()).sum(1)
 
     def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
         student, teacher = self._logprobs(chunk)
         if self.direction == "reverse":
             difference = torch.sub(student, teacher, out=teacher)
-            return difference.sub_(value).mul_(student.exp_()).mul_(upstream)
+            return _times(difference.sub_(value), student.exp_()).mul_(upstream)
         return student.exp_().sub_(teacher.exp_()).mul_(upstream)
+
+
+def _times(values: Tensor, probabilities: Tensor) -> Tensor:
+    """`values * probabilities` in place, 0 where the probability is: a banned id has log-prob -inf, and -inf * 0 is NaN."""
+    return values.mul_(probabilities).masked_fill_(probabilities == 0, 0.0)
 
 
 def _log_softmax_(logits: Tensor, work: Tensor) -> Tensor:

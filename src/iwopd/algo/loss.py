@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from iwopd.algo._checks import check_mask, check_tokens, keep
+from iwopd.algo._checks import NonFiniteError, check_mask, check_tokens, keep
 from iwopd.algo.head import HeadGradients, OutputHead, row_chunks
 
 LOG_RATIO_LIMIT = 20.0
 """`|lp - lp_0|` is clamped here before it is exponentiated: exp(89) is inf in float32 and 0 * inf is NaN in a gradient.
-A ratio of e^20 lies beyond the clip and the dual clip by eight orders of magnitude, so no gradient changes."""
+A ratio of e^20 lies beyond the clip and the dual clip by eight orders of magnitude, so under both no gradient changes. Without
+a dual clip a negative advantage has no gradient beyond it, and `ratio_max` and `approx_kl` are those of the clamped ratio."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class PolicyStats:
     kl_sum: Tensor
     """Sum of the low-variance estimate `(eta - 1) - log eta` of KL(old || current), []."""
     ratio_min: Tensor
-    """Smallest `eta`, [] (1 without tokens)."""
+    """Smallest `eta`, [] (+inf without tokens)."""
     ratio_max: Tensor
-    """Largest `eta`, [] (1 without tokens)."""
+    """Largest `eta`, [] (-inf without tokens)."""
 
     @property
     def clip_fraction(self) -> Tensor:
@@ -65,9 +66,10 @@ class PolicyStats:
         return cls(**sums, ratio_min=stack("ratio_min").amin(0), ratio_max=stack("ratio_max").amax(0))
 
     def as_dict(self) -> dict[str, float]:
-        """Plain numbers for a log line."""
+        """Plain numbers for a log line; ratios are 1 where there were no tokens."""
         names = ("clip_fraction", "dual_clip_fraction", "approx_kl", "ratio_min", "ratio_max")
-        return {name: float(getattr(self, name)) for name in names}
+        numbers = {name: float(getattr(self, name)) for name in names}
+        return numbers if self.tokens > 0 else {**numbers, "ratio_min": 1.0, "ratio_max": 1.0}
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def policy_loss(
     entropy_coef: float = 0.0,
     entropy: Tensor | None = None,
 ) -> PolicyLoss:
-    """Clipped PPO surrogate of the paper's Appendix "Algorithm", with dual clip and rollout correction.
+    """Clipped PPO surrogate, Eq. 67 of the paper (Appendix "Algorithm"), with dual clip and rollout correction.
 
     Per token, with `eta = exp(lp - lp_0)` and `A` the (already weighted) advantage:
     `max(-A * eta, -A * clip(eta, 1 - clip, 1 + clip))`, for `A < 0` at most `-A * dual_clip`, times `correction`.
@@ -138,28 +140,31 @@ def policy_loss(
     with torch.no_grad():
         high = mask & (advantage > 0) & (ratio > 1.0 + clip)
         low = mask & (advantage < 0) & (ratio < 1.0 - clip)
-        one = torch.ones((), dtype=ratio.dtype, device=ratio.device)
-        inside = torch.where(mask, ratio.detach(), one)
+        infinity = torch.full((), torch.inf, dtype=ratio.dtype, device=ratio.device)
+        lowest, highest = torch.where(mask, ratio, infinity), torch.where(mask, ratio, -infinity)
         stats = PolicyStats(
             tokens=mask.sum(),
             clipped_high=high.sum(),
             clipped_low=low.sum(),
             dual_clipped=capped.sum(),
-            kl_sum=(ratio - 1.0 - log_ratio).detach().sum(),  # 0 outside the mask, where the ratio is 1
-            ratio_min=inside.amin() if inside.numel() else one,
-            ratio_max=inside.amax() if inside.numel() else one,
+            kl_sum=(torch.expm1(log_ratio) - log_ratio).sum(),  # 0 outside the mask, where the ratio is 1
+            ratio_min=lowest.amin() if mask.numel() else infinity,
+            ratio_max=highest.amax() if mask.numel() else -infinity,
         )
     return PolicyLoss(per_token.sum() / denominator, stats)
 
 
 def low_variance_kl(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(student || reference) per token: `exp(d) - d - 1`, `d = lp_R - lp`; never negative."""
+    """Schulman's k3 estimate of KL(student || reference) per token: `exp(d) - 1 - d`, `d = lp_R - lp`.
+
+    `d` is cut at 20 from above, where the exponential would overflow; downwards it is exact.
+    """
     check_mask(mask)
     check_tokens("logprobs", logprobs, mask)
     check_tokens("reference_logprobs", reference_logprobs, mask)
     difference = keep(reference_logprobs, mask).detach() - keep(logprobs, mask)
-    difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return difference.exp() - difference - 1.0
+    difference = difference.clamp(max=LOG_RATIO_LIMIT)
+    return torch.expm1(difference) - difference
 
 
 def fused_policy_loss(
@@ -220,10 +225,20 @@ def fused_policy_loss(
     ids = head.check_targets(targets[mask], inside=True)
     flat, valid_rows = hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1).nonzero().squeeze(1)
     grad = torch.is_grad_enabled()
-    loss, logprobs, entropy = _FusedPolicyLoss.apply(flat, weight, bias, head, valid_rows, ids, terms, grad)  # type: ignore[no-untyped-call]
+    try:
+        loss, logprobs, entropy = _FusedPolicyLoss.apply(flat, weight, bias, head, valid_rows, ids, terms, grad)  # type: ignore[no-untyped-call]
+    except NonFiniteError:
+        _refuse_hidden(hidden, mask)
+        raise
     with torch.no_grad():
         stats = terms(logprobs, slice(None), entropy).stats
     return PolicyLoss(loss, stats)
+
+
+def _refuse_hidden(hidden: Tensor, mask: Tensor) -> None:
+    """Name the token whose hidden state is not finite, in the caller's coordinates (chunks have their own)."""
+    worst = hidden.detach().to(torch.float32).abs().amax(-1) if hidden.shape[-1] else torch.zeros(mask.shape)
+    check_tokens("the hidden state", worst, mask)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Binned:
 
     @property
     def share(self) -> Tensor:
-        """Each bin's part of the sum over everything, [K]; zeros where that sum is 0."""
+        """Each bin's part of the sum over all bins, [K]; zeros where that sum is 0."""
         total = self.sums.sum()
         return self.sums.sum(0) / total if total != 0 else torch.zeros_like(self.sums.sum(0))
 
@@ -62,6 +62,8 @@ def position_bins(mask: Tensor, width: int = 1, bins: int | None = None) -> Tens
     """Bin of each token by absolute position, `floor((t-1) / width)`; -1 outside the mask and at or past `bins`."""
     check_batch_mask(mask)
     _check_positive("width", width)
+    if bins is not None:
+        _check_positive("bins", bins)
     index = torch.div(mask.cumsum(-1) - 1, width, rounding_mode="floor")
     inside = mask if bins is None else mask & (index < bins)
     return torch.where(inside, index, -1)
@@ -72,12 +74,12 @@ def bin_values(values: Tensor, index: Tensor, bins: int) -> Binned:
     """Sum per-token `values` [B, T] into the bins of `index` (from `fraction_bins` or `position_bins`)."""
     inside = index >= 0
     check_tokens("values", values, inside)
-    slot = torch.where(inside, index, 0)
-    shape = (index.shape[0], bins)
+    slot = torch.where(inside, index, bins)  # what is in no bin goes into one more, which is dropped
+    shape = (index.shape[0], bins + 1)
     kept = wide(keep(values, inside))
     sums = torch.zeros(shape, dtype=kept.dtype, device=values.device).scatter_add_(1, slot, kept)
     counts = torch.zeros(shape, dtype=torch.long, device=values.device).scatter_add_(1, slot, inside.long())
-    return Binned(sums, counts)
+    return Binned(sums[:, :bins], counts[:, :bins])
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def budget(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
-    """`rho(alpha) = alpha * d/d alpha log Z_alpha - log Z_alpha = KL(q_alpha || pi_theta)`, [] (Appendix A.1).
+    """`rho(alpha) = alpha * d/d alpha log Z_alpha - log Z_alpha = KL(q_alpha || pi_theta)`, [] (Eq. 31).
 
     The derivative of `log Z` is the mean of `log pi_T/pi_theta` under `q_alpha`.
     """
@@ -43,7 +43,7 @@ def budget(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
 
 
 def alpha_from_budget(student: Tensor, teacher: Tensor, rho: float, *, iterations: int = 200) -> float:
-    """The `alpha` in [0, 1] whose budget is `rho`, by bisection (`rho` rises with `alpha`: Appendix A.1).
+    """The `alpha` in [0, 1] whose budget is `rho`, by bisection (`rho` rises with `alpha`: Eq. 32).
 
     At or above KL(pi_T || pi_theta) the teacher itself is within reach and `alpha` is 1.
     """
@@ -64,7 +64,7 @@ def alpha_from_budget(student: Tensor, teacher: Tensor, rho: float, *, iteration
 
 
 def prefix_log_normalizer(student: Tensor, teacher: Tensor, mask: Tensor, alpha: float) -> Tensor:
-    """`log Z_{alpha,t}`, [T]: the mean of `r_t^alpha` over student prefixes that reach `t` (Proposition 2).
+    """`log Z_{alpha,t}`, [T]: the mean of `r_t^alpha` over student prefixes that reach `t` (Eq. 45).
 
     `student` and `teacher` [Y, T] hold the per-token log-probs of *all* sequences of the space, so sums over sequences
     weighted by their student probability are exact expectations. NaN at a position that no sequence reaches.
@@ -74,7 +74,7 @@ def prefix_log_normalizer(student: Tensor, teacher: Tensor, mask: Tensor, alpha:
 
 
 def prefix_weights(student: Tensor, teacher: Tensor, mask: Tensor, alpha: float) -> Tensor:
-    """`r_t^alpha / Z_{alpha,t}` of every sequence and position, [Y, T], 0 outside the mask (Eq. 11).
+    """`r_t^alpha / Z_{alpha,t}` of every sequence and position, [Y, T], 0 outside the mask (Eq. 46).
 
     The weight rule `ideal` estimates this from a batch of rollouts.
     """

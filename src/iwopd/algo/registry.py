@@ -1,7 +1,7 @@
 """The registry of weight rules: built-in ones by decorator, other packages' ones by entry point.
 
 A package adds a rule with an entry point in the group `iwopd.weights` whose value is a `WeightRule` or a plain function
-`(gap, mask, **params) -> weights`:
+`(gap, mask, ...) -> weights` whose further parameters have defaults:
 
     [project.entry-points."iwopd.weights"]
     survival = "my_package.rules:survival"
@@ -16,7 +16,7 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -46,11 +46,9 @@ class WeightRule:
     @property
     def params(self) -> dict[str, Any]:
         """The rule's own parameters and their defaults, from the function's signature."""
-        return {
-            name: parameter.default
-            for name, parameter in inspect.signature(self.function).parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "progress"
-        }
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        own = list(inspect.signature(self.function).parameters.items())[2:]  # after gap and mask
+        return {name: given.default for name, given in own if given.kind in named and name != "progress"}
 
     def check_params(self, params: Mapping[str, object]) -> None:
         """Refuse parameters that the rule does not have, and name those that it has."""
@@ -134,10 +132,14 @@ def _load(entry: EntryPoint) -> WeightRule:
     except Exception as error:
         raise ImportError(f"weight rule {entry.name!r} could not be loaded from {entry.value}: {error!r}") from error
     if isinstance(loaded, WeightRule):
-        return loaded
+        return replace(loaded, name=entry.name)
     if not callable(loaded):
         raise TypeError(f"weight rule {entry.name!r} ({entry.value}) must be a WeightRule or a function, got {loaded!r}")
-    needs_progress = "progress" in inspect.signature(loaded).parameters
+    given = inspect.signature(loaded).parameters
+    needs_progress = "progress" in given
+    for name, parameter in list(given.items())[2:]:
+        if name != "progress" and parameter.default is inspect.Parameter.empty:
+            raise TypeError(f"weight rule {entry.name!r} ({entry.value}): its parameter {name!r} needs a default")
     summary = (inspect.getdoc(loaded) or "").partition("\n")[0]
     return WeightRule(entry.name, loaded, formula=summary, source=entry.value, needs_progress=needs_progress)
 

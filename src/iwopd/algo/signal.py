@@ -27,7 +27,7 @@ class TrainingSignal:
     weights: Tensor
     """`w[t]` of the weight rule."""
     advantages: Tensor
-    """What the loss receives: the advantage with the weights applied, once."""
+    """What the loss receives: the advantage with the weights applied, once (Eq. 13)."""
     supervised: Tensor
     """Boolean: the tokens that the loss sums over and its denominator counts."""
 

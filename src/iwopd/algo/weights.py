@@ -58,7 +58,8 @@ def token_weights(name: str, gap: Tensor, mask: Tensor, *, progress: float | Non
 def supervised_mask(name: str, mask: Tensor, **params: object) -> Tensor:
     """Tokens that count in the loss's denominator: all valid ones, or the supervised part under prefix-/suffix-only."""
     rule = WEIGHT_RULES[name]
-    params.pop("normalize", None)
+    for name_of_other in ("normalize", "progress"):  # `token_weights` takes them; they do not change which tokens count
+        params.pop(name_of_other, None)
     rule.check_params(params)
     check_batch_mask(mask)
     return mask.clone() if rule.supervised is None else rule.supervised(mask, **params) & mask
@@ -96,7 +97,7 @@ def cumulative_share(
 @register(
     "signed",
     formula="1 + gamma * clip(1 - sum_{k<t} a[k] / total, 0, 1),  total = sum_{k<T} a[k]",
-    source="Tab. 4 and Fig. 4c, signed sum of A_k; clipped as the released code does",
+    source="Eq. 14 normalised; Tab. 4 and Fig. 4c, signed sum of A_k; clipped as the released code does",
 )
 def signed(gap: Tensor, mask: Tensor, *, gamma: float = 0.5, total: Literal["paper", "all"] = "paper") -> Tensor:
     """IW-OPD without the absolute value: disagreements of opposite sign cancel, so the weight can rebound."""
@@ -107,7 +108,7 @@ def signed(gap: Tensor, mask: Tensor, *, gamma: float = 0.5, total: Literal["pap
 @register(
     "ideal",
     formula="r[t]^alpha / Z[t],  log r[t] = sum_{k<t} a[k],  Z[t] = batch mean of r[t]^alpha;  gamma: 1 + gamma * that",
-    source="Proposition 2, Eq. 11 (r_t / Z_{alpha,t}); Fig. 4a-b; Tab. 4, ideal weight with and without OPD blend",
+    source="Proposition 2, Eq. 11, in the form of Eq. 46; Fig. 4a-b; Tab. 4, ideal weight with and without OPD blend",
     batch_dependent=True,
 )
 def ideal(gap: Tensor, mask: Tensor, *, alpha: float = 0.01, gamma: float | None = None) -> Tensor:

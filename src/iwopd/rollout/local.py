@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from iwopd.rollout.decoding import Decoder, ModelDecoder
 from iwopd.rollout.lean import LeanDecoder, lean_obstacle
 from iwopd.rollout.noise import stream_key, uniforms
-from iwopd.rollout.sampling import SamplingSettings, choose
+from iwopd.rollout.sampling import SamplingError, SamplingSettings, choose
 from iwopd.types import Prompt, Rollout
 
 Path = Literal["auto", "lean", "model"]
@@ -116,21 +116,23 @@ class LocalSampler:
 
     def _check(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
         if len(limits) != len(prompts):
-            raise ValueError(f"max_tokens has {len(limits)} limits for {len(prompts)} prompts")
+            raise SamplingError(f"max_tokens has {len(limits)} limits for {len(prompts)} prompts")
         config: Any = self.model.config
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
         most = getattr(text_config, "max_position_embeddings", None)
         for prompt, limit in zip(prompts, limits, strict=True):
             if not 1 <= limit <= self.settings.max_tokens:
-                raise ValueError(f"max_tokens of {prompt.id!r} is {limit}; it must lie in 1..{self.settings.max_tokens}")
+                raise SamplingError(f"max_tokens of {prompt.id!r} is {limit}; it must lie in 1..{self.settings.max_tokens}")
             if most is not None and len(prompt.token_ids) + limit > most:
-                raise ValueError(
+                raise SamplingError(
                     f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens: with max_tokens {limit} that is "
                     f"{len(prompt.token_ids) + limit}, but the model's max_position_embeddings is {most}; "
                     "lower max_tokens or filter long prompts"
                 )
             if max(prompt.token_ids) >= self._embeddings:
-                raise ValueError(f"prompt {prompt.id!r} has id {max(prompt.token_ids)}; the model has {self._embeddings} ids")
+                raise SamplingError(
+                    f"prompt {prompt.id!r} has id {max(prompt.token_ids)}; the model has {self._embeddings} ids"
+                )
 
     def _decoder(self, plan: _Plan) -> tuple[Decoder, int]:
         """A decoder over the weights of this moment, and how many rows may be under way."""

@@ -19,6 +19,10 @@ TOP_P_CANDIDATES = 1024
 """How many of the likeliest ids top-p looks at before it sorts the whole vocabulary; nearly always enough."""
 
 
+class SamplingError(ValueError):
+    """Prompts that a model cannot answer under these settings."""
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """How tokens are drawn, and when an answer ends."""

@@ -112,13 +112,14 @@ def _load(config: Config, source: str | Path, device: torch.device) -> Any:
             source, dtype=dtype, trust_remote_code=config.models.trust_remote_code, use_safetensors=True
         )
     except (OSError, ValueError, SafetensorError) as error:
-        where = "there is no such folder" if _is_path(source) and not Path(source).exists() else str(error)
-        raise ConfigError(f"cannot load a model from {source}: {where}") from None
+        raise ConfigError(f"cannot load a model from {source}: {_why(source, error)}") from None
     return model.to(device)
 
 
-def _is_path(source: str | Path) -> bool:
-    return str(source).startswith(("/", ".", "~")) or str(source).count("/") > 1
+def _why(source: str | Path, error: Exception) -> str:
+    """For a path that does not exist, transformers complains about the form of a hub id."""
+    is_path = str(source).startswith(("/", ".", "~")) or str(source).count("/") > 1
+    return "there is no such folder" if is_path and not Path(source).exists() else str(error)
 
 
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:
@@ -129,7 +130,9 @@ def _models(config: Config, world: tiny.World | None, device: torch.device) -> t
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.models.student, trust_remote_code=config.models.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a tokenizer from {config.models.student}: {error}") from None
+        raise ConfigError(
+            f"cannot load a tokenizer from {config.models.student}: {_why(config.models.student, error)}"
+        ) from None
     student = _load(config, config.models.student, device)
     teacher = _load(config, config.models.teacher, device).eval()
     for name, model in (("student", student), ("teacher", teacher)):

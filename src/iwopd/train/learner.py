@@ -174,5 +174,5 @@ def _on_cpu(stats: algo.PolicyStats) -> algo.PolicyStats:
 
 
 def _no_stats() -> algo.PolicyStats:
-    zero, one = torch.zeros(()), torch.ones(())
-    return algo.PolicyStats(zero, zero, zero, zero, zero, one, one)
+    zero, infinity = torch.zeros(()), torch.full((), torch.inf)
+    return algo.PolicyStats(zero, zero, zero, zero, zero, infinity, -infinity)

@@ -80,7 +80,7 @@ def train(
             if done.skipped_in_a_row >= MOST_SKIPPED:
                 raise TrainingStoppedError(
                     f"loss or gradient was not finite in {MOST_SKIPPED} steps in a row, up to step {step}; no such update "
-                    f"touched the weights, and the batches lie in {run.path}. Lower optim.lr, or look at the log-probs in the dumps",
+                    f"touched the weights, and the batches lie in {run.path}. Lower optim.lr, or look at the dumps",
                     exit_code=1,
                 )
             stop = max(parts.ranks.gather(interrupted[0] if interrupted else 0))  # all ranks stop after the same step

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,20 +43,22 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def check_free(self) -> None:
-        """Refuse a directory that holds a run, or that cannot be made."""
+        """Refuse a directory that holds a run, or that cannot be made (nothing is made yet)."""
         if (self.path / "run.json").exists():
             raise RunError(
                 f"{self.path} holds a run already: continue it with --resume, or choose another directory with --out"
             )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot make the run directory {self.path}: {error.strerror}; choose another with --out") from None
+        nearest = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise RunError(f"cannot make the run directory {self.path}: {nearest} is not a folder that you can write to")
 
     def create(self, config: Config, data: str) -> None:
         """Start a new run; refuses a directory that holds one."""
         self.check_free()
-        self.checkpoints.mkdir(exist_ok=True)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot make the run directory {self.path}: {error.strerror}; choose another with --out") from None
         write_atomic(self.path / "config.toml", config_toml(config))
         about = {"format": FORMAT, "iwopd": iwopd.__version__, "data": data}
         write_atomic(self.path / "run.json", json.dumps(about, indent=2) + "\n")
@@ -96,7 +99,6 @@ class RunDirectory:
         """Add a line to one of the logs, as one write."""
         line = json.dumps(_plain(record), allow_nan=False) + "\n"
         try:
-            try:
             with (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
