@@ -85,6 +85,17 @@ class Method(Section):
         return self
 
     @property
+    def signal(self) -> dict[str, Any]:
+        """The method's arguments of `algo.signal.training_signal`."""
+        return {
+            "advantage": self.advantage,
+            "weights": self.weights,
+            "weight_params": self.params,
+            "scale": self.scale,
+            "weighting": self.weighting,
+        }
+
+    @property
     def needs_reference(self) -> bool:
         return self.advantage == "exopd" or self.kl_coef > 0
 

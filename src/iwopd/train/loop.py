@@ -132,13 +132,9 @@ def _signal(config: Config, batch: TokenBatch, scored: list[ScoredRollout], prog
         batch.teacher_logprobs,
         batch.old_logprobs,
         mask,
-        advantage=config.method.advantage,
-        weights=config.method.weights,
-        weight_params=config.method.params,
         progress=progress,
         reference_logprobs=batch.reference_logprobs,
-        scale=config.method.scale,
-        weighting=config.method.weighting,
+        **config.method.signal,
     )
 
 

@@ -73,13 +73,9 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
         algo.floor_logprobs(pad(teacher), mask).logprobs,
         pad(old),
         mask,
-        advantage=config.method.advantage,
-        weights=config.method.weights,
-        weight_params=config.method.params,
         progress=training_progress(step, config.steps),
         reference_logprobs=None if reference is None else pad(reference),
-        scale=config.method.scale,
-        weighting=config.method.weighting,
+        **config.method.signal,
     )
     places = [row for row, rollout in enumerate(evaluation.rollouts) if rollout.sample == 0]
     right = evaluation.result.scores.reshape(-1)

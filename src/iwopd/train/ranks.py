@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -60,11 +60,3 @@ class Ranks:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value)
         return values
-
-    def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether the flag is set on any rank."""
-        if self.count == 1:
-            return flag
-        value: Tensor = torch.tensor(int(flag), device=device)
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-        return bool(value)
