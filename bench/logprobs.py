@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
@@ -49,10 +50,12 @@ def run_case(method: str, tokens: int, vocab: int, hidden_size: int, repeats: in
     training = method in TRAINING
     torch.manual_seed(0)
     # In-place initialisation: a temporary here would hide in the base what the method needs later.
-    weight = torch.empty(vocab, hidden_size).normal_(std=0.02).requires_grad_(training)
+    # Small weights: log-probs near -log V, so that no ratio reaches the clip. A clipped token has no gradient, and
+    # `token_logprobs` leaves such tokens out of its backward pass, which would flatter it.
+    weight = torch.empty(vocab, hidden_size).normal_(std=0.001).requires_grad_(training)
     hidden = torch.empty(tokens, hidden_size).normal_().requires_grad_(training)
     targets = torch.randint(0, vocab, (tokens,))
-    old = torch.full((tokens,), -12.0)
+    old = torch.full((tokens,), -math.log(vocab))
     advantages = torch.randn(tokens)
     mask = torch.ones(tokens, dtype=torch.bool)
 
