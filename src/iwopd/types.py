@@ -23,7 +23,7 @@ StopReason = Literal["eos", "length"]
 STOP_REASONS: tuple[StopReason, ...] = ("eos", "length")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Prompt:
     """One prompt, rendered to ids."""
 
@@ -37,7 +37,7 @@ class Prompt:
     """The reference answer, for checkers."""
     teacher: str | None = None
     """Which teacher scores it, where there are several."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if not self.token_ids:

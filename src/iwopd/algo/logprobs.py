@@ -193,16 +193,16 @@ class _Entropy:
     spare: int = 1
 
     def value(self, chunk: Chunk) -> Tensor:
-        shifted = chunk.logits.sub_(chunk.logits.amax(1, keepdim=True))
+        shifted = _shift_(chunk.logits)
         scaled = torch.exp(shifted, out=chunk.spare[0])
         total = scaled.sum(1)
-        return total.log() - _times(shifted, scaled).sum(1) / total
+        return total.log() - shifted.mul_(scaled).sum(1) / total
 
     def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
-        shifted = chunk.logits.sub_(chunk.logits.amax(1, keepdim=True))
+        shifted = _shift_(chunk.logits)
         scaled = torch.exp(shifted, out=chunk.spare[0])
         total = scaled.sum(1, keepdim=True)
-        return _times(shifted.add_(value - total.log()), scaled).mul_(-upstream / total)
+        return shifted.add_(value - total.log()).mul_(scaled).mul_(-upstream / total)
 
 
 @dataclass
@@ -226,24 +226,24 @@ class _KL:
         student, teacher = self._logprobs(chunk)
         if self.direction == "reverse":
             difference = torch.sub(student, teacher, out=teacher)
-            return _times(difference, student.exp_()).sum(1)
+            return difference.mul_(student.exp_()).sum(1)
         difference = torch.sub(teacher, student, out=student)
-        return _times(difference, teacher.exp_()).sum(1)
+        return difference.mul_(teacher.exp_()).sum(1)
 
     def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
         student, teacher = self._logprobs(chunk)
         if self.direction == "reverse":
             difference = torch.sub(student, teacher, out=teacher)
-            return _times(difference.sub_(value), student.exp_()).mul_(upstream)
+            return difference.sub_(value).mul_(student.exp_()).mul_(upstream)
         return student.exp_().sub_(teacher.exp_()).mul_(upstream)
 
 
-def _times(values: Tensor, probabilities: Tensor) -> Tensor:
-    """`values * probabilities` in place, 0 where the probability is: a banned id has log-prob -inf, and -inf * 0 is NaN."""
-    return values.mul_(probabilities).masked_fill_(probabilities == 0, 0.0)
+def _shift_(logits: Tensor) -> Tensor:
+    """Logits minus their largest, in place. A banned id's -inf becomes a huge finite number: -inf * 0 would be NaN."""
+    return logits.sub_(logits.amax(1, keepdim=True)).clamp_(min=torch.finfo(logits.dtype).min / 4)
 
 
 def _log_softmax_(logits: Tensor, work: Tensor) -> Tensor:
     """Log-softmax over the last dimension, in place."""
-    logits.sub_(logits.amax(1, keepdim=True))
+    _shift_(logits)
     return logits.sub_(torch.exp(logits, out=work).sum(1, keepdim=True).log_())
