@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from iwopd.types import EvalResult, Prompt, Rollout
-
-
-class Sampler(Protocol):
-    """Whoever writes rollouts."""
-
-    def sample(self, prompts: Sequence[Prompt], *, seed: int, step: int, samples: int = 1) -> list[Rollout]: ...
 
 
 @dataclass(frozen=True)
