@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from iwopd.errors import UserError
 from iwopd.types import Prompt
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """A data file that cannot be used, with the line and the field."""
 
 

@@ -13,13 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from iwopd.errors import UserError
+
 CHUNK_ELEMENTS = 2**24
 """Elements of the [N, V] buffers that are worked through at a time: 64 MB of probabilities, 128 MB of their float64 sums."""
 TOP_P_CANDIDATES = 1024
 """How many of the likeliest ids top-p looks at before it sorts the whole vocabulary; nearly always enough."""
 
 
-class SamplingError(ValueError):
+class SamplingError(UserError, ValueError):
     """Prompts that a model cannot answer under these settings."""
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from iwopd import algo
 from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.config import Config
+from iwopd.errors import UserError
 from iwopd.eval.runner import evaluate
 from iwopd.lm import Sequences
 from iwopd.train.assembly import Parts
@@ -29,7 +30,7 @@ MOST_SKIPPED = 3
 """Steps in a row whose update may be skipped before the run gives up."""
 
 
-class TrainingStoppedError(RuntimeError):
+class TrainingStoppedError(UserError, RuntimeError):
     """The run ended before its last step; `exit_code` is what the process should return."""
 
     def __init__(self, message: str, exit_code: int) -> None:

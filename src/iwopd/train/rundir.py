@@ -22,6 +22,7 @@ from typing import Any
 import iwopd
 from iwopd import algo
 from iwopd.config import Config, config_toml, differences, load_config
+from iwopd.errors import UserError
 from iwopd.train.filesystem import write_atomic
 
 FORMAT = 1
@@ -30,7 +31,7 @@ FREE_TO_CHANGE = ("tracking", "steps", "checkpoint", "eval.kept_rollouts")
 """Settings that a resumed run may change without becoming another run."""
 
 
-class RunError(RuntimeError):
+class RunError(UserError, RuntimeError):
     """A run directory that cannot be used as asked, with the way out."""
 
 

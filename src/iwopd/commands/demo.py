@@ -1,0 +1,34 @@
+"""`iwopd demo`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="see the position bias on your own CPU, in minutes",
+        description="Trains a teacher and a student from nothing, distils with OPD, IW-OPD, Prefix-30 and Suffix-30 on the "
+        "same prompts with the same sampling noise, and shows what comes out. On two cores: minutes.",
+    )
+    parser.add_argument("--world", default=None, help="embedded world: clean or drift (default: the one that shows most)")
+    parser.add_argument("--lineage", type=int, default=0, help="lineage of the models: another initialisation and data order")
+    parser.add_argument("--seeds", type=int, default=1, help="distillation seeds per method (3 for the careful)")
+    parser.add_argument("--first-seed", type=int, default=0, help="number of the first seed")
+    parser.add_argument("--steps", type=int, default=40, help="distillation steps")
+    parser.add_argument("--methods", default="opd,iw-opd,prefix-30,suffix-30", help="comma-separated: see `iwopd methods`")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where the runs go (replaced if it is a demo's)")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs at a time, one thread each")
+    parser.add_argument("--refresh", action="store_true", help="train the world's models anew")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, rest: list[str]) -> int:
+    from iwopd.demo import run_demo
+
+    return run_demo(options)

@@ -1,0 +1,75 @@
+"""`iwopd train`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a student by a recipe",
+        description="Train a student by a recipe (a TOML file). Any setting can be overridden by its dotted name: "
+        "--optim.lr 1e-4 --method.params '{gamma = 1.0}'. The run directory holds settings, metrics, evaluations, checkpoints.",
+        epilog=_settings_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", type=Path, help="TOML recipe; with --resume also a run directory")
+    parser.add_argument("--out", type=Path, help="run directory (default: runs/<recipe>-seed<seed>)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of the run directory")
+    parser.add_argument("--allow-changes", action="store_true", help="resume although settings or data differ")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, rest: list[str]) -> int:
+    from iwopd.config import ConfigError, load_config
+    from iwopd.train.progress import pretraining_progress
+    from iwopd.train.run import run_training
+
+    overrides = parse_overrides(rest)
+    recipe: Path = options.recipe
+    folder: Path | None = options.out
+    if (recipe / "run.json").exists():
+        if not options.resume:
+            raise ConfigError(f"{recipe} is a run directory: continue it with --resume")
+        folder, recipe = folder or recipe, recipe / "config.toml"
+    config = load_config(recipe, overrides)
+    folder = folder or Path("runs") / f"{recipe.stem}-seed{config.seed}"
+    with pretraining_progress() as progress:
+        done = run_training(config, folder, resume=options.resume, allow_changes=options.allow_changes, progress=progress)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"{done.step} steps done; run directory: {folder}")
+    return 0
+
+
+def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
+    """`--optim.lr 1e-4` and `--optim.lr=1e-4`, in any number."""
+    from iwopd.config import ConfigError, parse_value
+
+    overrides: dict[str, Any] = {}
+    words = iter(rest)
+    for word in words:
+        if not word.startswith("--"):
+            raise ConfigError(f"do not know what to do with {word!r}; settings look like --optim.lr 1e-4")
+        name, given, text = word[2:].partition("=")
+        if not given:
+            text = next(words, "")
+            if not text or text.startswith("--"):
+                raise ConfigError(f"--{name} needs a value, e.g. --{name} 1")
+        overrides[name.replace("-", "_")] = parse_value(text)
+    return overrides
+
+
+def _settings_help() -> str:
+    from iwopd.config import settings
+
+    lines = ["settings (dotted name, default, meaning):"]
+    for name, info in settings():
+        default = "" if info.is_required() else info.get_default(call_default_factory=True)
+        shown = "-" if default is None or default == "" else default
+        lines.append(f"  --{name:<34} {shown!s:<12} {info.description or ''}")
+    return "\n".join(lines)

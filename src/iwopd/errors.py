@@ -1,0 +1,9 @@
+"""The base of all errors that a user can do something about."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """What went wrong, with which value, and the way out. The command line prints it as one line and exits."""
+
+    exit_code = 2
