@@ -75,3 +75,42 @@ def save_pair(folder: Path, *, prompts: int = 48, student: str = "qwen3", teache
         "method": {"weights": "cumulative-share"},
         "tracking": {"console": "plain"},
     }
+
+
+def byte_tokenizer(*, chat: bool = True) -> Any:
+    """A tokenizer for any text: the 256 bytes and two special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<pad>": 0, "<eos>": 1, **{letter: number + 2 for number, letter in enumerate(alphabet)}}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", chat_template=template if chat else None
+    )
+
+
+def save_byte_model(folder: Path, *, chat: bool = True, seed: int = 0) -> Path:
+    """A random model that reads and writes bytes, with room for long prompts."""
+    import torch
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=258,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        **COMMON,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer(chat=chat).save_pretrained(folder)
+    return folder

@@ -25,6 +25,9 @@ class ConfigError(UserError, ValueError):
     """A setting that is wrong, said in words for the person who wrote it."""
 
 
+OPEN_TABLES = ("method.params", "eval.data")
+"""Tables whose keys are the user's."""
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -127,15 +130,19 @@ class Optim(Section):
 
 class Eval(Section):
     every: int = Field(10, ge=1, description="evaluate every so many steps (and before the first and after the last)")
-    prompts: int = Field(256, ge=0, description="evaluation prompts of the embedded world; 0: no evaluation")
+    tasks: list[str] = Field([], description="tasks of `iwopd eval`; empty: the embedded world's own, if there is a world")
+    data: dict[str, str] = Field(default_factory=dict, description="data file of a task, e.g. {aime25 = 'problems.jsonl'}")
+    prompts: int = Field(256, ge=0, description="problems of each task, the first ones; 0: no evaluation")
     samples: int = Field(1, ge=1, description="samples per evaluation prompt")
     temperature: float = Field(1.0, ge=0, description="0: greedy")
+    max_tokens: int | None = Field(None, ge=1, description="longest answer; empty: as in training")
     kept_rollouts: int = Field(8, ge=0, description="rollouts kept in full per evaluation, for the report")
 
 
 class CheckpointSettings(Section):
     every: int = Field(10, ge=1, description="save every so many steps (and after the last)")
     keep: int = Field(2, ge=1, description="newest checkpoints that stay")
+    best: str | None = Field(None, description="task whose accuracy names the best checkpoint, which stays, too; empty: none")
 
 
 class Tracking(Section):
@@ -218,9 +225,9 @@ def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[st
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of a nested dictionary; `method.params` counts as one value."""
+    """Dotted names and values of a nested dictionary; an open table counts as one value."""
     for name, value in tree.items():
-        if isinstance(value, Mapping) and f"{prefix}{name}" != "method.params":
+        if isinstance(value, Mapping) and f"{prefix}{name}" not in OPEN_TABLES:
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
@@ -255,7 +262,7 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
 def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
     known = [name for name, _ in settings()]
     for name, _ in flatten(values):
-        if name not in known and not name.startswith("method.params."):
+        if name not in known and not name.startswith(tuple(f"{table}." for table in OPEN_TABLES)):
             tail = name.rpartition(".")[2]
             near = [key for key in known if key.rpartition(".")[2] == tail]
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)

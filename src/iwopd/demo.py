@@ -10,27 +10,26 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM
 
 from iwopd import tiny
 from iwopd.analysis.handoff import handoff
-from iwopd.config import Config, ConfigError, config_toml, make_config
-from iwopd.eval.runner import Task, evaluate
+from iwopd.config import ConfigError, make_config
+from iwopd.eval.runner import evaluate
 from iwopd.eval.statistics import Interval, bootstrap_interval
+from iwopd.eval.task import Task, one_by_one
 from iwopd.methods import METHODS, TITLES
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
+from iwopd.train.many import Job, run_all
 from iwopd.train.progress import pretraining_progress
 from iwopd.train.rundir import RunDirectory
 from iwopd.types import Rollout
@@ -62,9 +61,10 @@ def run_demo(options: argparse.Namespace) -> int:
     with pretraining_progress() as progress:
         recipe = tiny.world_recipe(options.world or tiny.DEFAULT_WORLD, lineage=options.lineage)
         world = tiny.open_world(recipe, refresh=options.refresh, progress=progress)
-    folders = _prepare(options, names)
+    jobs = _prepare(options, names)
+    folders = {key: job.folder for key, job in jobs.items()}
     torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
-    _run_all(folders, options, console)
+    run_all(list(jobs.values()), at_a_time=options.jobs, console=console)
     base, rollouts = _accuracy(world, "student", options.first_seed)
     teacher, _ = _accuracy(world, "teacher", options.first_seed)
     curve = _handoff(world, rollouts)
@@ -95,66 +95,22 @@ def _check(options: argparse.Namespace, names: list[str]) -> None:
         raise ConfigError(f"{out} holds something that is not a demo's; choose another directory with --out")
 
 
-def _prepare(options: argparse.Namespace, names: list[str]) -> dict[tuple[str, int], Path]:
-    """One recipe a run, in fresh directories."""
+def _prepare(options: argparse.Namespace, names: list[str]) -> dict[tuple[str, int], Job]:
+    """The runs, in fresh directories."""
     if options.out.exists():
         shutil.rmtree(options.out)
     options.out.mkdir(parents=True)
     (options.out / MARK).touch()
-    folders = {}
+    jobs = {}
     for name in names:
         for seed in range(options.first_seed, options.first_seed + options.seeds):
             settings = tiny_settings(options.world or tiny.DEFAULT_WORLD)
             settings |= {"seed": seed, "steps": options.steps, "threads": 1, "method": METHODS[name]}
             settings["models"] |= {"lineage": options.lineage}
             settings["tracking"] = {"console": "off"}
-            config: Config = make_config(settings)
-            (options.out / f"{name}-seed{seed}.toml").write_text(config_toml(config))
-            folders[name, seed] = options.out / f"{name}-seed{seed}"
-    return folders
-
-
-def _run_all(folders: dict[tuple[str, int], Path], options: argparse.Namespace, console: Console) -> None:
-    """Train every run in a process of its own, `--jobs` at a time, one thread each."""
-    waiting = list(folders.items())
-    running: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    last_line = time.monotonic()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bars = {key: progress.add_task(f"{TITLES[key[0]]}, seed {key[1]}", total=options.steps) for key in folders}
-        try:
-            while waiting or running:
-                while waiting and len(running) < options.jobs:
-                    key, folder = waiting.pop(0)
-                    running[key] = _start(folder)
-                time.sleep(0.25)
-                for key, process in list(running.items()):
-                    done = sum(1 for _ in RunDirectory(folders[key]).read("metrics.jsonl"))
-                    progress.update(bars[key], completed=done)
-                    if process.poll() is not None:
-                        del running[key]
-                        if process.returncode:
-                            words = folders[key].with_suffix(".log").read_text(errors="replace")[-2000:]
-                            raise ConfigError(
-                                f"the run {folders[key].name} failed with exit code {process.returncode}:\n{words}"
-                            )
-                        if not console.is_terminal:
-                            console.print(f"distilled: {TITLES[key[0]]}, seed {key[1]}")
-                            last_line = time.monotonic()
-                if not console.is_terminal and time.monotonic() - last_line > 20:
-                    console.print(f"distilling: {len(running)} runs under way, {len(waiting)} waiting")
-                    last_line = time.monotonic()
-        finally:
-            for process in running.values():
-                process.kill()
-                process.wait()
-
-
-def _start(folder: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "iwopd", "train", str(folder.with_suffix(".toml")), "--out", str(folder)]
-    with folder.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            folder = options.out / f"{name}-seed{seed}"
+            jobs[name, seed] = Job(f"{TITLES[name]}, seed {seed}", folder, make_config(settings))
+    return jobs
 
 
 def _sampler(world: tiny.World, folder: Path) -> LocalSampler:
@@ -166,7 +122,7 @@ def _sampler(world: tiny.World, folder: Path) -> LocalSampler:
 
 def _accuracy(world: tiny.World, who: str, seed: int) -> tuple[Interval, list[Rollout]]:
     sampler = _sampler(world, getattr(world, who))
-    task = Task("tiny", world.eval_prompts(EVAL_PROMPTS), world.check)
+    task = Task("tiny", world.eval_prompts(EVAL_PROMPTS), one_by_one(world.check))
     evaluation = evaluate(task, lambda prompts: sampler.sample(prompts, seed=seed, step=0), world.tokenizer)
     return _percent(bootstrap_interval(evaluation.result.scores)), evaluation.rollouts
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from iwopd.data.chat import ChatError, render
 from iwopd.errors import UserError
 from iwopd.types import Prompt
 
@@ -70,17 +71,14 @@ def _prompt(line: str, where: str, default_id: str, tokenizer: Any) -> Prompt:
         messages = [{"role": "user", "content": item["prompt"]}]
     if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
         raise DataError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
-    if not tokenizer.chat_template:
-        raise DataError(f"{where}: the tokenizer has no chat template to render it with")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    except Exception as error:  # whatever a template raises
-        raise DataError(f"{where}: the chat template refuses it: {error}") from None
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        text, ids = render(tokenizer, messages)
+    except ChatError as error:
+        raise DataError(f"{where}: {error}") from None
     answer = item.get("answer")
     return Prompt(
         id=str(item.get("id", default_id)),
-        token_ids=tuple(int(i) for i in ids),
+        token_ids=ids,
         text=text,
         answer=None if answer is None else str(answer),
         teacher=item.get("teacher"),

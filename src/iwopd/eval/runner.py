@@ -8,16 +8,11 @@ from typing import Any
 
 import torch
 
+from iwopd.eval.task import Task, Verdict
 from iwopd.types import EvalResult, Prompt, Rollout
 
-
-@dataclass(frozen=True)
-class Task:
-    """Problems and how to tell a right answer."""
-
-    name: str
-    prompts: Sequence[Prompt]
-    check: Callable[[Prompt, str], bool]
+Write = Callable[[Sequence[Prompt]], list[Rollout]]
+"""Samples answers: all of the first prompt, then of the second, ... The engine and its noise are the caller's choice."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +22,14 @@ class Evaluation:
     result: EvalResult
     rollouts: list[Rollout]
     texts: list[str]
+    verdicts: list[Verdict]
 
 
-def evaluate(
-    task: Task,
-    write: Callable[[Sequence[Prompt]], list[Rollout]],
-    tokenizer: Any,
-    *,
-    samples: int = 1,
-    step: int | None = None,
-) -> Evaluation:
-    """Score `samples` answers of every problem; `write` samples them, so that noise and engine are the caller's choice."""
+def evaluate(task: Task, write: Write, tokenizer: Any, *, samples: int = 1, step: int | None = None) -> Evaluation:
+    """Score `samples` answers of every problem."""
     rollouts = write(task.prompts)
     texts = [str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True)) for rollout in rollouts]
-    right = [float(task.check(rollout.prompt, text)) for rollout, text in zip(rollouts, texts, strict=True)]
-    scores = torch.tensor(right, dtype=torch.float64).reshape(len(task.prompts), samples)
-    return Evaluation(EvalResult(task.name, tuple(prompt.id for prompt in task.prompts), scores, step), rollouts, texts)
+    verdicts = task.check([rollout.prompt for rollout in rollouts], texts)
+    scores = torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float64).reshape(len(task.prompts), samples)
+    result = EvalResult(task.name, tuple(prompt.id for prompt in task.prompts), scores, step)
+    return Evaluation(result, rollouts, texts, verdicts)

@@ -10,7 +10,16 @@ from iwopd.tiny.models import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, ModelSi
 from iwopd.tiny.pretrain import Progress, pretrain
 from iwopd.tiny.task import check
 from iwopd.tiny.tokenizer import build_tokenizer
-from iwopd.tiny.world import DEFAULT_WORLD, WORLDS, World, WorldRecipe, open_world, world_recipe
+from iwopd.tiny.world import (
+    DEFAULT_WORLD,
+    WORLDS,
+    World,
+    WorldRecipe,
+    eval_prompts,
+    max_response_tokens,
+    open_world,
+    world_recipe,
+)
 
 __all__ = [
     "DEFAULT_WORLD",
@@ -26,6 +35,8 @@ __all__ = [
     "build_tokenizer",
     "cache_dir",
     "check",
+    "eval_prompts",
+    "max_response_tokens",
     "new_model",
     "open_world",
     "pretrain",

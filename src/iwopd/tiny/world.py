@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from iwopd.tiny import task
 from iwopd.tiny.cache import cached_models
@@ -58,23 +58,29 @@ class World:
     @property
     def max_response_tokens(self) -> int:
         """Enough for every solution and a few stray tokens; a longer answer is a broken one."""
-        return task.response_tokens(self.recipe.operands) + 16
+        return max_response_tokens(self.recipe.operands)
 
     def prompts(self, n: int, *, seed: int = 0) -> list[Prompt]:
         """`n` different training prompts, none of them an evaluation prompt; a shorter list is the start of a longer one."""
-        return self._prompts("train", n, f"iwopd/tiny/train/{seed}")
+        return _prompts(self.recipe.operands, "train", n, f"iwopd/tiny/train/{seed}", self.tokenizer)
 
     def eval_prompts(self, n: int) -> list[Prompt]:
         """`n` different evaluation prompts, always the same: the first of one fixed list."""
-        return self._prompts("eval", n, "iwopd/tiny/eval")
+        return eval_prompts(self.recipe.operands, n, self.tokenizer)
 
     def check(self, prompt: Prompt, response_text: str) -> bool:
         """Whether the answer to one of this world's prompts is right."""
         return task.check(prompt.text, response_text)
 
-    def _prompts(self, split: task.Split, n: int, seed: str) -> list[Prompt]:
-        expressions = task.distinct_problems(self.recipe.operands, split, random.Random(seed), n)
-        return [_prompt(self.tokenizer, expression, split) for expression in expressions]
+
+def max_response_tokens(operands: int) -> int:
+    """Enough for every solution and a few stray tokens; a longer answer is a broken one."""
+    return task.response_tokens(operands) + 16
+
+
+def eval_prompts(operands: int, n: int, tokenizer: Any) -> list[Prompt]:
+    """The first `n` of the one fixed list of evaluation problems with so many operands."""
+    return _prompts(operands, "eval", n, "iwopd/tiny/eval", tokenizer)
 
 
 def open_world(world: str | WorldRecipe = DEFAULT_WORLD, *, refresh: bool = False, progress: Progress | None = None) -> World:
@@ -145,7 +151,12 @@ def _recipe(
     )
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, expression: str, split: task.Split) -> Prompt:
+def _prompts(operands: int, split: task.Split, n: int, seed: str, tokenizer: Any) -> list[Prompt]:
+    expressions = task.distinct_problems(operands, split, random.Random(seed), n)
+    return [_prompt(tokenizer, expression, split) for expression in expressions]
+
+
+def _prompt(tokenizer: Any, expression: str, split: task.Split) -> Prompt:
     messages = [{"role": "user", "content": expression}]
     text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     return Prompt(

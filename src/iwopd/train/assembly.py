@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from iwopd import tiny
 from iwopd.config import Config, ConfigError
 from iwopd.data.prompts import PromptOrder, load_prompts
-from iwopd.eval.runner import Task
+from iwopd.eval.catalog import find_task, load_task
+from iwopd.eval.task import Task, one_by_one
 from iwopd.lm import ResponseModel
+from iwopd.models import ModelError, load_model, load_tokenizer, stop_ids
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
@@ -36,12 +36,13 @@ class Parts:
     student: Any
     order: PromptOrder
     sampler: LocalSampler
-    eval_sampler: LocalSampler
+    eval_samplers: dict[str, LocalSampler]
+    """By task."""
     student_scorer: LocalScorer
     teacher_scorer: LocalScorer
     reference_scorer: LocalScorer | None
     learner: Learner
-    task: Task | None
+    tasks: list[Task]
     ranks: Ranks
     device: torch.device
 
@@ -59,15 +60,17 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
     world = _world(config, progress)
     tokenizer, student, teacher = _models(config, world, accelerator.device)
     vocab_size = len(tokenizer)
-    prompts, task = _prompts(config, world, tokenizer, notify)
-    stop_ids = _stop_ids(tokenizer, student)
+    prompts = _prompts(config, world, tokenizer, notify)
+    stops = stop_ids(tokenizer, student)
     max_tokens = config.rollout.max_tokens or (world.max_response_tokens if world else 0)
     if not max_tokens:
         raise ConfigError("rollout.max_tokens is needed when no embedded world says how long answers are")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
-    def sampler(temperature: float, top_p: float = 1.0, top_k: int = 0) -> LocalSampler:
-        settings = SamplingSettings(max_tokens, temperature, top_p, top_k, stop_ids)
+    tasks = _tasks(config, world, tokenizer, max_tokens)
+
+    def sampler(limit: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> LocalSampler:
+        settings = SamplingSettings(limit, temperature, top_p, top_k, stops)
         return LocalSampler(student, settings, pad_id=pad_id, vocab_size=vocab_size)
 
     def scorer(model: Any, **options: Any) -> LocalScorer:
@@ -80,13 +83,13 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         tokenizer=tokenizer,
         student=student,
         order=PromptOrder(prompts, config.rollout.prompts_per_step, config.seed),
-        sampler=sampler(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
-        eval_sampler=sampler(config.eval.temperature),
+        sampler=sampler(max_tokens, config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
+        eval_samplers={task.name: sampler(task.max_tokens, task.temperature) for task in tasks},
         student_scorer=scorer(student, autocast=accelerator.autocast),
         teacher_scorer=scorer(teacher),
         reference_scorer=None if reference is None else scorer(reference),
         learner=Learner(lm, config.optim, config.method, accelerator, ranks),
-        task=task,
+        tasks=tasks,
         ranks=ranks,
         device=accelerator.device,
     )
@@ -106,20 +109,8 @@ def _world(config: Config, progress: tiny.Progress | None) -> tiny.World | None:
 
 
 def _load(config: Config, source: str | Path, device: torch.device) -> Any:
-    dtype = getattr(torch, config.models.dtype)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=config.models.trust_remote_code, use_safetensors=True
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"cannot load a model from {source}: {_why(source, error)}") from None
-    return model.to(device)
-
-
-def _why(source: str | Path, error: Exception) -> str:
-    """For a path that does not exist, transformers complains about the form of a hub id."""
-    is_path = str(source).startswith(("/", ".", "~")) or str(source).count("/") > 1
-    return "there is no such folder" if is_path and not Path(source).exists() else str(error)
+    models = config.models
+    return load_model(source, dtype=models.dtype, device=device, trust_remote_code=models.trust_remote_code)
 
 
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:
@@ -127,12 +118,7 @@ def _models(config: Config, world: tiny.World | None, device: torch.device) -> t
         return world.tokenizer, _load(config, world.student, device), _load(config, world.teacher, device).eval()
     assert config.models.student is not None  # the config was validated
     assert config.models.teacher is not None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.models.student, trust_remote_code=config.models.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot load a tokenizer from {config.models.student}: {_why(config.models.student, error)}"
-        ) from None
+    tokenizer = load_tokenizer(config.models.student, trust_remote_code=config.models.trust_remote_code)
     student = _load(config, config.models.student, device)
     teacher = _load(config, config.models.teacher, device).eval()
     for name, model in (("student", student), ("teacher", teacher)):
@@ -153,8 +139,8 @@ def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
 def _check_tokenizer(source: str, tokenizer: Any, config: Config) -> None:
     """If the teacher brings a tokenizer, its ids must mean what the student's mean."""
     try:
-        other = AutoTokenizer.from_pretrained(source, trust_remote_code=config.models.trust_remote_code)
-    except (OSError, ValueError):
+        other = load_tokenizer(source, trust_remote_code=config.models.trust_remote_code)
+    except ModelError:
         return  # it brings none
     ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in (tokenizer, other))
     wrong = next((i for i, token in sorted(ours.items()) if theirs.get(i) != token), None)
@@ -173,18 +159,28 @@ def _reference(config: Config, world: tiny.World | None, tokenizer: Any, device:
     return model
 
 
-def _prompts(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> tuple[Sequence[Prompt], Task | None]:
+def _prompts(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> Sequence[Prompt]:
     if world is not None:
-        task = Task("tiny", world.eval_prompts(config.eval.prompts), world.check) if config.eval.prompts else None
-        return world.prompts(config.data.train_size), task
+        return world.prompts(config.data.train_size)
     loaded = load_prompts(Path(str(config.data.prompts)), tokenizer, config.data.max_prompt_tokens)
     if loaded.too_long:
         notify(f"{loaded.too_long} prompts have more than {config.data.max_prompt_tokens} tokens and are left out")
-    return loaded.prompts, None
+    return loaded.prompts
 
 
-def _stop_ids(tokenizer: Any, model: Any) -> frozenset[int]:
-    """End-of-sequence ids of the tokenizer and of the model's generation config."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, (list, tuple)) else [configured]
-    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
+def _tasks(config: Config, world: tiny.World | None, tokenizer: Any, max_tokens: int) -> list[Task]:
+    """What is evaluated in training: the named tasks, or the world's own."""
+    settings = config.eval
+    if not settings.prompts:
+        tasks = []
+    elif world is not None and not settings.tasks:
+        tasks = [Task("tiny", world.eval_prompts(settings.prompts), one_by_one(world.check))]
+    else:
+        files = {name: Path(path) for name, path in settings.data.items()}
+        tasks = [load_task(find_task(name), tokenizer, data=files.get(name), limit=settings.prompts) for name in settings.tasks]
+    names = [task.name for task in tasks]
+    if config.checkpoint.best is not None and config.checkpoint.best not in names:
+        raise ConfigError(f"checkpoint.best is {config.checkpoint.best!r}, but the evaluated tasks are {names}")
+    limit = settings.max_tokens or max_tokens
+    samples = settings.samples if settings.temperature else 1
+    return [replace(task, samples=samples, temperature=settings.temperature, max_tokens=limit) for task in tasks]

@@ -8,6 +8,7 @@ from iwopd import algo, tiny
 from iwopd.config import Config
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
+from iwopd.train.evaluation import keep_best
 from iwopd.train.loop import Progress, TrainingStoppedError, train
 from iwopd.train.rundir import RunDirectory
 from iwopd.train.tracking import Tracker
@@ -42,6 +43,7 @@ def run_training(
         checkpoint = store.latest() if resume else None
         done = Progress() if checkpoint is None else _bring_back(checkpoint, parts)
         if resume and parts.ranks.is_main:
+            keep_best(store, done.best_step)  # a run killed right after a save may not have come to it
             run.rewind(-1 if checkpoint is None else done.step)
         for message in messages:
             tracker.say(message)
@@ -61,4 +63,4 @@ def _bring_back(checkpoint: Checkpoint, parts: Parts) -> Progress:
     checkpoint.load_optimizer(parts.learner.optimizer)
     checkpoint.restore_rng()
     state = checkpoint.state
-    return Progress(state["step"], state["skipped_in_a_row"], state["skipped"])
+    return Progress(**state)

@@ -10,10 +10,13 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from iwopd.config import Config, ConfigError, flatten
+from iwopd.eval.runner import Evaluation
+from iwopd.eval.task import outcomes
 from iwopd.train.rundir import RunDirectory
-from iwopd.types import EvalResult, StepStats
+from iwopd.types import StepStats
 
 
 class Backend(Protocol):
@@ -55,15 +58,17 @@ class Tracker:
         if self.view:
             self.view.step(record)
 
-    def evaluation(self, result: EvalResult, seconds: float) -> None:
+    def evaluation(self, evaluation: Evaluation, seconds: float) -> None:
         if not self.is_main:
             return
+        result = evaluation.result
         record = {
             "step": result.step,
             "task": result.task,
             "mean": result.mean,
             "problems": len(result.problem_ids),
             "samples": result.scores.shape[1],
+            "outcomes": outcomes(evaluation.verdicts),
             "seconds": round(seconds, 3),
             "problem_ids": list(result.problem_ids),
             "scores": result.scores.tolist(),
@@ -121,7 +126,7 @@ class LiveView:
     def __init__(self, config: Config, console: Console) -> None:
         self.steps = config.steps
         self.latest: dict[str, Any] = {}
-        self.scores: list[tuple[int, float]] = []
+        self.scores: list[tuple[str, int, float]] = []
         self.live = Live(console=console, refresh_per_second=4, transient=False)
         self.live.start()
 
@@ -130,7 +135,7 @@ class LiveView:
         self.live.update(self._table())
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        self.scores.append((record["step"], record["mean"]))
+        self.scores.append((record["task"], record["step"], record["mean"]))
         self.live.update(self._table())
 
     def close(self) -> None:
@@ -151,7 +156,9 @@ class LiveView:
             stages = "   ".join(f"{name} {now[f'time/{name}']:.2f} s" for name in ("rollout", "teacher", "update"))
             table.add_row("time", f"{stages}   {now['throughput/tokens_per_second']:.0f} tokens/s")
         if self.scores:
-            table.add_row("accuracy", "   ".join(f"step {step}: {100 * mean:.1f} %" for step, mean in self.scores[-5:]))
+            for task in dict.fromkeys(task for task, _, _ in self.scores):
+                line = [f"step {step}: {100 * mean:.1f} %" for name, step, mean in self.scores if name == task]
+                table.add_row(Text(task), "   ".join(line[-5:]))
         return table
 
 

@@ -1,0 +1,116 @@
+"""The runs behind the tables: lineages x seeds of every variant, found by the hash of their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from iwopd.analysis.reproduce.variants import Variant
+from iwopd.config import Config, make_config
+from iwopd.eval.statistics import Interval, crossed, interval_over_problems, sign_flip_p
+from iwopd.train.many import Job, config_key
+from iwopd.train.rundir import RunDirectory
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A difference in points, with its 95 % interval over runs and problems, and its p-value."""
+
+    interval: Interval
+    p_value: float
+    runs: int
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Where the runs are and what they share. Runs of equal lineage and seed have equal prompts and sampling noise."""
+
+    root: Path
+    world: str = "clean"
+    lineages: Sequence[int] = (0, 1)
+    seeds: Sequence[int] = (0, 1, 2)
+    steps: int = 40
+    lr: float = 1e-4
+    prompts_per_step: int = 64
+    problems: int = 1000
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further settings, by section."""
+
+    @property
+    def members(self) -> list[tuple[int, int]]:
+        """Every (lineage, seed)."""
+        return [(lineage, seed) for lineage in self.lineages for seed in self.seeds]
+
+    def config(self, variant: Variant, lineage: int, seed: int) -> Config:
+        settings: dict[str, Any] = {
+            "seed": seed,
+            "steps": self.steps,
+            "threads": 1,
+            "models": {"world": self.world, "lineage": lineage, **variant.models},
+            "rollout": {"prompts_per_step": self.prompts_per_step},
+            "optim": {"lr": self.lr * variant.lr_factor},
+            "eval": {"every": 10, "prompts": self.problems},
+            "checkpoint": {"every": self.steps, "keep": 1},
+            "method": dict(variant.method),
+            "tracking": {"console": "off"},
+        }
+        for section, values in self.more.items():
+            settings[section] = {**settings.get(section, {}), **values}
+        return make_config(settings)
+
+    def job(self, variant: Variant, lineage: int, seed: int) -> Job:
+        config = self.config(variant, lineage, seed)
+        return Job(f"{variant.title}, lineage {lineage}, seed {seed}", self.root / config_key(config), config)
+
+    def jobs(self, variants: Iterable[Variant]) -> list[Job]:
+        """All runs of these variants, each once, seeds first: an interrupted sweep has whole methods rather than whole seeds."""
+        found: dict[Path, Job] = {}
+        for lineage, seed in self.members:
+            for variant in variants:
+                job = self.job(variant, lineage, seed)
+                found.setdefault(job.folder, job)
+        return list(found.values())
+
+    def scores(self, variant: Variant, step: int) -> Tensor:
+        """[S, N]: share of right samples of each problem, for each run (lineage by lineage, seed by seed)."""
+        rows = []
+        for lineage, seed in self.members:
+            run = RunDirectory(self.job(variant, lineage, seed).folder)
+            record = next(record for record in run.read("evals.jsonl") if record["step"] == step)
+            rows.append(torch.tensor(record["scores"], dtype=torch.float64).mean(1))
+        return torch.stack(rows)
+
+    def accuracy(self, variant: Variant, step: int) -> Interval:
+        """In percent."""
+        return _percent(_interval(self.scores(variant, step), (0.0, 1.0)))
+
+    def effect(self, variant: Variant, baseline: Variant, step: int) -> Effect:
+        """Paired by lineage, seed and problem, in points."""
+        difference = self.scores(variant, step) - self.scores(baseline, step)
+        both = crossed([difference])
+        if both is not None:
+            return Effect(_percent(both.interval(bounds=(-1.0, 1.0))), both.p_value, len(difference))
+        mean = difference.mean(0)
+        return Effect(_percent(_interval(difference, (-1.0, 1.0))), sign_flip_p([mean]), len(difference))
+
+    def metrics(self, variant: Variant, name: str) -> Tensor:
+        """[S, steps] of a metric."""
+        rows = []
+        for lineage, seed in self.members:
+            run = RunDirectory(self.job(variant, lineage, seed).folder)
+            rows.append([record[name] for record in run.read("metrics.jsonl")])
+        return torch.tensor(rows, dtype=torch.float64)
+
+
+def _interval(values: Tensor, bounds: tuple[float, float]) -> Interval:
+    both = crossed([values]) if len(values) > 1 else None
+    return both.interval(bounds=bounds) if both is not None else interval_over_problems([values.mean(0)], bounds=bounds)
+
+
+def _percent(interval: Interval) -> Interval:
+    return Interval(*(100.0 * value for value in interval))

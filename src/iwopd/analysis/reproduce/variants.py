@@ -1,0 +1,69 @@
+"""What is trained: the paper's methods, the controls that a sceptic would ask for, other student sizes and teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from iwopd.methods import METHODS, TITLES
+
+ALPHAS = (1.0, 0.1, 0.01, 0.001)
+"""Of Fig. 4a."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of a table: what it changes in the settings that all runs share."""
+
+    title: str
+    method: Mapping[str, Any] = field(default_factory=dict)
+    lr_factor: float = 1.0
+    models: Mapping[str, str] = field(default_factory=dict)
+
+
+def method(name: str, **change: Any) -> Variant:
+    """One of the paper's methods."""
+    return Variant(TITLES[name], METHODS[name], **change)
+
+
+def iw(gamma: float, **params: Any) -> Variant:
+    """IW-OPD at another gamma."""
+    extra = "".join(f", {name} {value}" for name, value in params.items())
+    section = {"weights": "cumulative-share", "params": {"gamma": gamma, **params}}
+    return Variant(f"IW-OPD, gamma {gamma:g}{extra}", section)
+
+
+OPD, IW_OPD = method("opd"), method("iw-opd")
+PREFIX, SUFFIX = method("prefix-30"), method("suffix-30")
+OPD_FASTER = Variant("OPD, lr x 1.25", METHODS["opd"], lr_factor=1.25)
+IW_MEAN_ONE = Variant(
+    "IW-OPD, weights of mean one", {"weights": "cumulative-share", "params": {"gamma": 0.5, "normalize": "mean-one"}}
+)
+IDEAL = tuple(
+    Variant(f"Ideal weight, alpha {alpha:g}", {"weights": "ideal", "params": {"alpha": alpha}}) for alpha in ALPHAS
+)
+ABLATIONS = tuple(
+    method(name)
+    for name in (
+        "fixed-prefix",
+        "linear-decay",
+        "curriculum",
+        "ideal",
+        "ideal-blend",
+        "signed",
+        "surrogate-only",
+        "iw-opd",
+    )
+)
+EXOPD, IW_EXOPD = method("exopd"), method("iw-exopd")
+
+
+def sized(variant: Variant, student: str) -> Variant:
+    """The same with another student."""
+    return Variant(f"{variant.title}, {student} student", variant.method, variant.lr_factor, {"student_size": student})
+
+
+def taught(variant: Variant, teacher: str) -> Variant:
+    """The same with another teacher."""
+    return Variant(f"{variant.title}, {teacher} teacher", variant.method, variant.lr_factor, {"teacher_size": teacher})

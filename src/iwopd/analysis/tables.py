@@ -1,0 +1,310 @@
+"""A comparison as a terminal table, Markdown, LaTeX (the paper's layout) or JSON. Numbers are points, 0 to 100.
+
+Names of methods, students, tasks and folders come from files and command lines: each format escapes them in its own way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import iwopd
+from iwopd.analysis.compare import AVERAGE, Comparison, Difference, percent, points, sentence, show_p, title, verdict
+from iwopd.eval.statistics import Interval
+
+PAPER = {
+    "Math": {"aime24": "AIME24", "aime25": "AIME25", "hmmt25": "HMMT25"},
+    "Code": {"humanevalplus": "HE+", "mbppplus": "MBPP+"},
+}
+"""The paper's columns, by task names without signs (`humaneval+`, `humaneval-plus` and `humaneval_plus` are one)."""
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    level = percent(comparison.level)
+    scores = Table(title=f"{comparison.metric} in points, {level} intervals", title_justify="left")
+    for heading in ("student", "method", "seeds"):
+        scores.add_column(heading, justify="right" if heading == "seeds" else "left", overflow="fold")
+    for task in columns(comparison):
+        scores.add_column(Text(plain(task_title(task))), justify="right", overflow="fold")
+    for place in order(comparison):
+        group = comparison.groups[place]
+        cells = [_score(comparison, place, task) for task in columns(comparison)]
+        words = [group.student or "–", group.name, str(len(group.members)), *cells]
+        scores.add_row(*(Text(plain(word)) for word in words))
+    console.print(scores)
+    differences = Table(title=f"Differences in points, {level} intervals", title_justify="left")
+    for heading in _headings(comparison):
+        in_words = heading in ("difference", "task", "verdict")
+        differences.add_column(heading, justify="left" if in_words else "right", overflow="fold")
+    for difference in comparison.differences:
+        differences.add_row(*(Text(plain(word)) for word in _cells(difference, comparison)))
+    console.print(differences)
+    for difference in comparison.differences:
+        console.print(Text(plain(sentence(difference, comparison))))
+    for note in comparison.notes:
+        console.print(Text(plain(f"Note: {note}"), style="yellow"))
+
+
+def markdown(comparison: Comparison) -> str:
+    heads = ["student", "method", "seeds", *(task_title(task) for task in columns(comparison))]
+    rows = []
+    for place in order(comparison):
+        group = comparison.groups[place]
+        cells = [_score(comparison, place, task) for task in columns(comparison)]
+        rows.append([group.student or "–", group.name, str(len(group.members)), *cells])
+    lines = [f"{comparison.metric} in points, {percent(comparison.level)} intervals", ""]
+    lines += _markdown_table(heads, rows, left=2)
+    lines += ["", f"Differences in points, {percent(comparison.level)} intervals", ""]
+    lines += _markdown_table(_headings(comparison), [_cells(d, comparison) for d in comparison.differences], left=2)
+    lines += ["", *(f"- {escape_markdown(sentence(d, comparison))}" for d in comparison.differences)]
+    if comparison.notes:
+        lines += ["", *(f"> Note: {escape_markdown(note)}\n>" for note in comparison.notes)]
+        lines[-1] = lines[-1].removesuffix("\n>")
+    return "\n".join(lines) + "\n"
+
+
+def latex(comparison: Comparison) -> str:
+    """The paper's table: Student x Method, math | code | Avg. Needs the packages booktabs and multirow."""
+    shown = columns(comparison)
+    blocks = [(name, [task for task in shown if area(task) == name]) for name in (*PAPER, "")]
+    blocks = [(name, tasks) for name, tasks in blocks if tasks]
+    has_average = AVERAGE in shown
+    layout = "ll" + "".join("|" + "c" * len(tasks) for _, tasks in blocks) + ("|c" if has_average else "")
+    ends = ["|"] * (len(blocks) - 1) + ["|" if has_average else ""]
+    first = [r"\multirow{2}{*}{\textbf{Student}}", r"\multirow{2}{*}{\textbf{Method}}"]
+    for (name, tasks), end in zip(blocks, ends, strict=True):
+        first.append(rf"\multicolumn{{{len(tasks)}}}{{c{end}}}{{\textbf{{{name}}}}}" if name else " & ".join([""] * len(tasks)))
+    tasks = [escape_latex(task_title(task)) for _, members in blocks for task in members]
+    second = ["", "", *tasks]
+    if has_average:
+        first.append(r"\multirow{2}{*}{\textbf{Avg}}")
+        second.append("")
+    lines = [
+        "% made by `iwopd compare`; needs \\usepackage{booktabs,multirow}",
+        r"\begin{table}[t]",
+        r"\centering",
+        rf"\caption{{{_caption(comparison)}}}",
+        rf"\begin{{tabular}}{{{layout}}}",
+        r"\toprule",
+        " & ".join(first) + r" \\",
+        " & ".join(second).strip() + r" \\",
+    ]
+    flat = [task for _, members in blocks for task in members] + ([AVERAGE] if has_average else [])
+    for student, places in _students(comparison).items():
+        lines.append(r"\midrule")
+        for number, place in enumerate(places):
+            head = rf"\multirow{{{len(places)}}}{{*}}{{{escape_latex(student or '--')}}}" if number == 0 else ""
+            cells = [_latex_cell(comparison, place, task, places) for task in flat]
+            lines.append(" & ".join([head, _latex_name(comparison.groups[place].name), *cells]).strip() + r" \\")
+    lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}", *(f"% note: {plain(note)}" for note in comparison.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Everything, unrounded; differences and scores in points."""
+    return {
+        "format": 1,
+        "iwopd": iwopd.__version__,
+        "metric": str(comparison.metric),
+        "level": comparison.level,
+        "unit": "points",
+        "tasks": list(comparison.tasks),
+        "groups": [
+            {
+                "name": group.name,
+                "student": group.student,
+                "baseline": place in comparison.baselines.values(),
+                "runs": [{"path": str(m.path), "seed": m.seed, "step": m.step} for m in group.members],
+                "scores": {
+                    task: {
+                        **_interval_json(score.interval),
+                        "over_problems": _interval_json(score.over_problems),
+                        "over_seeds_and_problems": _interval_json(score.over_seeds) if score.over_seeds else None,
+                    }
+                    for (owner, task), score in comparison.scores.items()
+                    if owner == place
+                },
+            }
+            for place, group in enumerate(comparison.groups)
+        ],
+        "differences": [_difference_json(difference, comparison) for difference in comparison.differences],
+        "notes": list(comparison.notes),
+    }
+
+
+def render(comparison: Comparison, form: str) -> str:
+    """The text of `markdown`, `latex` or `json`."""
+    if form == "json":
+        return json.dumps(as_json(comparison), indent=2, allow_nan=False) + "\n"
+    return latex(comparison) if form == "latex" else markdown(comparison)
+
+
+# --- names and order -------------------------------------------------------------------------------------------------
+
+
+def task_title(task: str) -> str:
+    known = {key: name for names in PAPER.values() for key, name in names.items()}
+    return known.get(_key(task), task)
+
+
+def area(task: str) -> str:
+    return next((name for name, tasks in PAPER.items() if _key(task) in tasks), "") if task != AVERAGE else AVERAGE
+
+
+def columns(comparison: Comparison) -> list[str]:
+    """Tasks in the paper's order, then the others as they came, then Avg if there is one."""
+    rank = [key for names in PAPER.values() for key in names]
+    tasks = sorted(comparison.tasks, key=lambda task: rank.index(_key(task)) if _key(task) in rank else len(rank))
+    return [*tasks, *([AVERAGE] if any(task == AVERAGE for _, task in comparison.scores) else [])]
+
+
+def order(comparison: Comparison) -> list[int]:
+    return [place for places in _students(comparison).values() for place in places]
+
+
+def _key(task: str) -> str:
+    return re.sub(r"[-_ ]", "", task.lower().replace("+", "plus"))
+
+
+def _students(comparison: Comparison) -> dict[str | None, list[int]]:
+    found: dict[str | None, list[int]] = {}
+    for place, group in enumerate(comparison.groups):
+        found.setdefault(group.student, []).append(place)
+    return found
+
+
+# --- escaping --------------------------------------------------------------------------------------------------------
+
+
+def plain(text: str) -> str:
+    """Control characters (which could steer a terminal) and invisible ones become visible escapes."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in text)
+
+
+def escape_markdown(text: str) -> str:
+    text = plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_{}\[\]|~$!])", r"\\\1", text)
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "−": "$-$",
+    **{char: f"\\{char}" for char in "&%$#_{}"},
+}
+
+
+def escape_latex(text: str) -> str:
+    return "".join(_LATEX.get(char, char) for char in plain(text))
+
+
+# --- cells -----------------------------------------------------------------------------------------------------------
+
+
+def _score(comparison: Comparison, place: int, task: str) -> str:
+    score = comparison.scores.get((place, task))
+    if score is None:
+        return "–"
+    return f"{100 * score.interval.mean:.1f} ({100 * score.interval.low:.1f} to {100 * score.interval.high:.1f})"
+
+
+def _headings(comparison: Comparison) -> list[str]:
+    several = ["Holm p"] if len(comparison.differences) > 1 else []
+    return ["difference", "task", "points", "interval", "p", *several, "verdict"]
+
+
+def _cells(difference: Difference, comparison: Comparison) -> list[str]:
+    interval = f"{points(difference.interval.low)} to {points(difference.interval.high)}"
+    p_values = [difference.p_value, *([difference.holm] if len(comparison.differences) > 1 else [])]
+    shown = [show_p(p).removeprefix("= ") for p in p_values]
+    head = [title(difference, comparison), task_title(difference.task)]
+    return [*head, points(difference.interval.mean), interval, *shown, verdict(difference, comparison)]
+
+
+def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    def line(cells: Sequence[str], escape: Callable[[str], str] = escape_markdown) -> str:
+        return "| " + " | ".join(escape(cell) for cell in cells) + " |"
+
+    ruler = [":---" if number < left else "---:" for number in range(len(heads))]
+    return [line(heads), line(ruler, str), *(line(row) for row in rows)]
+
+
+def _caption(comparison: Comparison) -> str:
+    mean = "mean over samples" if str(comparison.metric) == "mean" else str(comparison.metric)
+    return escape_latex(
+        f"{mean[0].upper()}{mean[1:]}, accuracy (%). Bold: the highest number of each student, which need not be "
+        f"distinguishable from the next. Subscripts: paired difference to the first method; a star marks those that are "
+        f"distinguishable from noise at the {percent(1 - comparison.level)} level after Holm's correction."
+    ).replace("to the first method", "to " + escape_latex(_baseline_names(comparison)))
+
+
+def _baseline_names(comparison: Comparison) -> str:
+    return ", ".join(dict.fromkeys(comparison.groups[place].name for place in comparison.baselines.values()))
+
+
+def _latex_name(name: str) -> str:
+    """`OPD@10` is the paper's OPD with the step as a subscript."""
+    found = re.fullmatch(r"(.+)@(\d{1,9})", name)
+    return rf"{escape_latex(found[1])}$_{{{found[2]}}}$" if found else escape_latex(name)
+
+
+def _latex_cell(comparison: Comparison, place: int, task: str, rivals: Sequence[int]) -> str:
+    score = comparison.scores.get((place, task))
+    if score is None:
+        return "--"
+    means = [comparison.scores[rival, task].interval.mean for rival in rivals if (rival, task) in comparison.scores]
+    text = f"{100 * score.interval.mean:.1f}"
+    if text == f"{100 * max(means):.1f}" and len(means) > 1:
+        text = rf"\textbf{{{text}}}"
+    group = comparison.groups[place]
+    for difference in comparison.differences:
+        if (difference.group, difference.student, difference.task) == (group.name, group.student, task):
+            star = "^{*}" if verdict(difference, comparison) == "distinguishable from noise" else ""
+            text += rf"$_{{{points(difference.interval.mean).replace('−', '-')}}}{star}$"
+    return text
+
+
+def _interval_json(interval: Interval) -> dict[str, float]:
+    return {name: 100 * value for name, value in interval._asdict().items()}
+
+
+def _difference_json(difference: Difference, comparison: Comparison) -> dict[str, Any]:
+    return {
+        "group": difference.group,
+        "baseline": difference.baseline,
+        "student": difference.student,
+        "task": difference.task,
+        **_interval_json(difference.interval),
+        "p": difference.p_value,
+        "p_holm": difference.holm,
+        "verdict": verdict(difference, comparison),
+        "over_problems": {**_interval_json(difference.over_problems), "p": difference.p_problems},
+        "over_seeds_and_problems": {**_interval_json(difference.over_seeds), "p": difference.p_seeds}
+        if difference.over_seeds
+        else None,
+        "problems": difference.problems,
+        "differing_problems": difference.differing,
+        "samples": difference.samples,
+        "seeds": difference.seeds,
+        "noise_cancelled": difference.cancelled,
+        "needed_for_80_percent_power": [
+            {
+                "difference": 100 * need.difference,
+                "samples": need.samples,
+                "problems": need.problems,
+                "seeds": need.seeds,
+                "unit": "multiples, seeds in numbers" if difference.task == AVERAGE else "numbers",
+            }
+            for need in difference.needed
+        ],
+        "sentence": sentence(difference, comparison),
+    }

@@ -1,0 +1,125 @@
+"""`iwopd eval`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DESCRIPTION = """\
+Evaluate a model. Each task brings its protocol (aime24, aime25, hmmt25, math500, gsm8k: 32 samples at temperature 1, last
+\\boxed{} up to symbolic equivalence; humaneval+, mbpp+: greedy, EvalPlus's tests in a sandbox; tiny: the embedded world);
+--samples and --temperature override it. Sampling noise depends on seed, problem and sample alone, so that two models can be
+compared problem by problem: `iwopd compare`.
+
+Finished samples are kept in the folder --out; a re-run goes on with what is missing."""
+
+EPILOG = """\
+examples:
+  iwopd eval --model runs/iw-opd-seed0 --tasks tiny
+  iwopd eval --model Qwen/Qwen3-0.6B --tasks aime24,aime25 --samples 32 --device cuda --dtype bfloat16
+  iwopd eval --model ./model --tasks gsm8k --data gsm8k=test.jsonl --limit 100 --max-tokens 1024
+  iwopd eval --model ./model --tasks my-task.toml
+
+data: --data TASK=FILE (JSONL or parquet with id, problem, answer; code: EvalPlus's files), else a file in the folder that
+IWOPD_DATA names, else the Hugging Face hub (math) or EvalPlus's releases (code)."""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="evaluate a model on math, code or your own tasks",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="local folder, hub id, or a run directory (its newest checkpoint)")
+    parser.add_argument("--step", type=int, help="with a run directory: the checkpoint of this step")
+    parser.add_argument("--tasks", required=True, help="comma-separated names or TOML files")
+    parser.add_argument("--samples", type=int, help="samples a problem (default: the task's)")
+    parser.add_argument("--temperature", type=float, help="0: greedy, one sample (default: the task's)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1, off)")
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest ids (default: 0, off)")
+    parser.add_argument("--max-tokens", type=int, help="longest answer (default: the task's; 16384 for math and code)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise; equal for models to be compared")
+    parser.add_argument("--limit", type=int, help="only the first problems of each task")
+    parser.add_argument("--data", action="append", default=[], metavar="TASK=FILE", help="take a task's problems from a file")
+    parser.add_argument("--thinking", action="store_true", help="let the chat template switch thinking on")
+    parser.add_argument("--no-chat", action="store_true", help="bare problems, for base models without a chat template")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps, ... (default: cpu)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run model code that a repository brings along")
+    parser.add_argument("--unsafe-no-sandbox", action="store_true", help="run generated code unprotected (do not)")
+    parser.add_argument("--out", type=Path, help="folder of the evaluation (default: evals/<model>)")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object, last")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, rest: list[str]) -> int:
+    from iwopd.eval.present import ConsoleProgress, print_results
+    from iwopd.eval.session import Request, run_evaluation
+
+    model, label, name = _model(options.model, options.step)
+    request = Request(
+        model=model,
+        tasks=_names(options.tasks),
+        samples=options.samples,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        limit=options.limit,
+        thinking=options.thinking,
+        chat=not options.no_chat,
+        data=_data(options.data),
+        dtype=options.dtype,
+        device=options.device,
+        trust_remote_code=options.trust_remote_code,
+        unsafe=options.unsafe_no_sandbox,
+        label=label,
+    )
+    out: Path = options.out or Path("evals") / name
+    with ConsoleProgress() as progress:
+        results = run_evaluation(request, out, progress)
+    print_results(results, out, as_json=options.json)
+    return 0
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _data(words: Sequence[str]) -> dict[str, Path]:
+    from iwopd.eval.session import RequestError
+
+    found = {}
+    for word in words:
+        name, given, path = word.partition("=")
+        if not given or not path:
+            raise RequestError(f"--data {word!r} should look like --data aime25=problems.jsonl")
+        found[name] = Path(path)
+    return found
+
+
+def _model(text: str, step: int | None) -> tuple[str, dict[str, Any], str]:
+    """Path or id of the model, its labels, and a name for the folder; a run directory stands for one of its checkpoints."""
+    from iwopd.eval.results import method_title
+    from iwopd.eval.session import RequestError
+    from iwopd.train.checkpoint import CheckpointStore
+    from iwopd.train.rundir import RunDirectory
+
+    path = Path(text)
+    if not (path / "run.json").exists():
+        if step is not None:
+            raise RequestError(f"--step needs a run directory, and {text} is none")
+        return text, {}, path.name or "model"
+    config = RunDirectory(path).config()
+    store = CheckpointStore(path / "checkpoints")
+    checkpoint = store.latest() if step is None else store.open(step)
+    if checkpoint is None:
+        raise RequestError(f"{text} has no valid checkpoint yet")
+    student = config.models.student or f"{config.models.world}-{config.models.student_size or 'medium'}"
+    label = {"method": method_title(config.method.model_dump()), "student": student, "train_seed": config.seed}
+    return str(checkpoint.model_path), label, f"{path.name}-step{checkpoint.step}"

@@ -1,0 +1,46 @@
+"""`iwopd report`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="one page on one or more runs: what they learned, and where the signal goes",
+        description="Writes one self-contained HTML page on run directories: comparison, learning curves, gap, KL and weights "
+        "along the answer, training health, and single answers token by token. It opens from disk and needs no network. "
+        "Runs that are unfinished or damaged are shown as far as they go; the page says what is missing.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a folder of run directories")
+    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
+    parser.add_argument("--handoff", type=Path, help="hand-off curve (default: handoff.json beside the runs)")
+    parser.add_argument("--max-tokens", type=int, default=None, help="most tokens in the token view (default: 1,200,000)")
+    parser.add_argument("--watch", action="store_true", help="write the page anew as the runs go on, until they are finished")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between looks with --watch (default: 5)")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, rest: list[str]) -> int:
+    from iwopd.report import ReportError, write_report
+    from iwopd.report.page import MAX_TOKENS, printable
+    from iwopd.report.watch import watch
+
+    max_tokens = MAX_TOKENS if options.max_tokens is None else options.max_tokens
+    if max_tokens < 0:
+        raise ReportError(f"--max-tokens must not be negative, got {max_tokens}")
+    if not 0.1 <= options.every <= 3600:
+        raise ReportError(f"--every must be between 0.1 and 3600 seconds, got {options.every:g}")
+    if options.watch:
+
+        def say(text: str) -> None:
+            print(printable(text), flush=True)
+
+        watch(options.runs, options.out, every=options.every, handoff=options.handoff, max_tokens=max_tokens, say=say)
+        return 0
+    out = write_report(options.runs, options.out, handoff=options.handoff, max_tokens=max_tokens)
+    print(f"report: {printable(str(out))}")
+    return 0

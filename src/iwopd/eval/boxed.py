@@ -1,0 +1,103 @@
+r"""The answer of a completion: the last box outside of any thinking block.
+
+What counts, and why:
+
+- Text in `<think>...</think>` does not: it is the draft, not the answer. A block that is never closed reaches to the end of
+  the text. A closing tag without an opening one (the chat template wrote the opening tag into the prompt) ends a block that
+  began before the text.
+- The last box counts alone. Models box intermediate results, and a list of boxed guesses must not earn more than one guess.
+- A last box that is never closed is no answer, and the one before it does not step in: the text was cut off while the model
+  was stating its answer, perhaps a new one. Stepping back would pay for running into the length limit.
+- `\boxed`, `\fbox` and `\framebox` are boxes. Without braces the argument is one token, as in LaTeX: `\boxed 5`, `\boxed\pi`. A
+  command without such an argument ("put it in \boxed notation") is a word about boxes, not a box.
+- Of nested boxes the outermost counts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_THINK_TAG = re.compile(r"<\s{0,2}(/?)\s{0,2}think(?:ing)?\s{0,2}>", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox(?:\s*\[[^\]\[{}]*\]){0,2})(?![a-zA-Z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character is consumed, so `\{` is no brace and `\\{` is one
+_BARE_TOKEN = re.compile(r"\\[a-zA-Z]+|\d|[a-zA-Z](?![a-zA-Z])")
+_BARE_WORD = re.compile(r"\\(?:text|mathrm|frac|dfrac|tfrac|sqrt|left|begin|boxed|fbox|framebox)$")
+
+
+@dataclass(frozen=True)
+class Boxed:
+    """What a completion states as its answer: `answer` is None where there is none, and `why` says why."""
+
+    answer: str | None
+    why: str
+
+
+def last_boxed(text: str) -> Boxed:
+    """The content of the last box outside thinking blocks, stripped of surrounding spaces. Takes linear time."""
+    visible = strip_thinking(text)
+    if (first := _BOX.search(visible)) is None:
+        return Boxed(None, _why_no_box(text, visible))
+    closing = _closing_braces(visible, first.start())
+    answer: str | None = None
+    cut = False  # the last box so far is never closed
+    position = first.start()
+    while (command := _BOX.search(visible, position)) is not None:
+        position = command.end()
+        if visible.startswith("{", position):
+            end = closing.get(position)
+            cut = end is None
+            if end is not None:
+                answer = visible[position + 1 : end]
+                position = end + 1
+        elif (token := _BARE_TOKEN.match(visible, position)) is not None and not _BARE_WORD.match(token.group()):
+            answer, cut, position = token.group(), False, token.end()
+    if cut:
+        return Boxed(None, r"the last \boxed{ is never closed: the text was cut off inside its answer")
+    if answer is None:
+        return Boxed(None, r"no \boxed{} in the text, only the command without an argument")
+    answer = answer.strip(" \t\r\n")  # not of form feeds and the like: they are lost backslashes
+    if not answer:
+        return Boxed(None, r"the last \boxed{} is empty")
+    return Boxed(answer, "")
+
+
+def strip_thinking(text: str) -> str:
+    """`text` without its thinking blocks."""
+    visible: list[str] = []
+    start = 0
+    thinking = False
+    for tag in _THINK_TAG.finditer(text):
+        closes = bool(tag.group(1))
+        if not thinking and not closes:
+            visible.append(text[start : tag.start()])
+        elif not thinking:
+            visible.clear()  # all before was thinking that began in the prompt
+        # An opening tag inside a block is part of the thought. A second closing tag clears what stands before it, as above.
+        thinking = not closes
+        start = tag.end()
+    if not thinking:
+        visible.append(text[start:])
+    return "".join(visible)
+
+
+def _closing_braces(text: str, start: int) -> dict[int, int]:
+    """Where each opening brace from `start` on is closed. One pass: a megabyte of open boxes costs no more than prose."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text, start):
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif brace.group() == "}" and opened:
+            closing[opened.pop()] = brace.start()
+    return closing
+
+
+def _why_no_box(text: str, visible: str) -> str:
+    if not text.strip():
+        return "the completion is empty"
+    if "\x08oxed" in visible:
+        return r"no \boxed{} in the text, but a backspace character before 'oxed': its backslash was lost on the way"
+    if _BOX.search(text):
+        return r"no \boxed{} in the text outside of thinking blocks"
+    return r"no \boxed{} in the text"

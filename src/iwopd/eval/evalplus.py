@@ -1,0 +1,433 @@
+"""HumanEval+ and MBPP+ with EvalPlus's data and verdicts (after evalplus 0.3.1), in a sandbox that holds.
+
+EvalPlus stores inputs and a canonical solution; what is expected is what the canonical solution returns. It is run in a
+sandbox of its own, never the candidate's, and its outputs are kept in the user's cache.
+
+Where we differ, on purpose:
+
+- HumanEval/32 (`find_zero`): EvalPlus checks the root and then forgets to count the test, so no solution passes. Here the check
+  counts. `as_published=True` gives EvalPlus's verdict, for numbers to put beside published ones.
+- A tolerance never stretches one shape over another, as numpy would.
+- Programs see the standard library only, have 2 GiB, and their limits are in CPU time.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from iwopd.errors import UserError
+from iwopd.eval.code import FLOAT_ATOL, CodeOutcome, Judge, close, in_parallel, is_floats, same
+from iwopd.eval.sandbox import probe, wire
+from iwopd.eval.sandbox.run import Digest, Job, Report, run
+
+MIN_SECONDS, REFERENCE_FACTOR, MOST_SECONDS = 1.0, 4.0, 60.0
+"""EvalPlus's limits: a test may take 4 times as long as the canonical solution, but 1 s in any case; all together 60 s."""
+_CANONICAL_SECONDS = 600.0
+_CACHE_VERSION = 1
+
+
+class CodeDataError(UserError):
+    """A file of problems that cannot be used."""
+
+
+@dataclass(frozen=True)
+class CodeProblem:
+    """One problem. Inputs are lists of positional arguments, of the types the function is meant for."""
+
+    id: str
+    prompt: str
+    entry_point: str
+    canonical_solution: str
+    base_input: list[Any]
+    plus_input: list[Any]
+    atol: float
+
+    @property
+    def dataset(self) -> str:
+        """`humaneval` or `mbpp`."""
+        return "mbpp" if self.id.startswith("Mbpp/") else "humaneval"
+
+    @property
+    def reference(self) -> str:
+        """The canonical solution as a whole program."""
+        return self.prompt + self.canonical_solution
+
+
+@dataclass(frozen=True)
+class CodeVerdict:
+    """Both outcomes. EvalPlus's "plus" score asks for both: `passed`."""
+
+    id: str
+    base: CodeOutcome
+    plus: CodeOutcome
+
+    @property
+    def passed(self) -> bool:
+        """Passed the original tests and the added ones."""
+        return self.base.status == self.plus.status == "pass"
+
+
+# --- problems
+
+
+def load_problems(path: str | os.PathLike[str]) -> list[CodeProblem]:
+    """The problems of a file in EvalPlus's format (`HumanEvalPlus.jsonl`, its `-Mini`, `MbppPlus.jsonl`)."""
+    file = Path(path)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CodeDataError(f"cannot read the problems of {file}: {error}") from error
+    problems = [_problem(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not problems:
+        raise CodeDataError(f"{file} holds no problems")
+    return problems
+
+
+def _problem(line: str, where: str) -> CodeProblem:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise CodeDataError(f"{where}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise CodeDataError(f"{where}: expected an object, found {type(row).__name__}")
+    for field, kinds in _FIELDS.items():
+        if field not in row:
+            raise CodeDataError(f"{where}: field {field!r} is missing")
+        if not isinstance(row[field], kinds):
+            raise CodeDataError(f"{where}: field {field!r} is a {type(row[field]).__name__}, which it cannot be")
+    task = row["task_id"]
+    if not re.fullmatch(r"(HumanEval|Mbpp)/\d+", task):
+        raise CodeDataError(f"{where}: field 'task_id' is {task!r}, expected HumanEval/<number> or Mbpp/<number>")
+    inputs = {}
+    for field in ("base_input", "plus_input"):
+        rows = row[field] or []  # an empty list was once written as {}
+        if not isinstance(rows, list) or not all(isinstance(item, list) for item in rows):
+            raise CodeDataError(f"{where}: field {field!r} must be a list of lists of arguments")
+        try:
+            inputs[field] = [_typed(task, item) for item in rows]
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise CodeDataError(f"{where}: field {field!r} does not fit {task}: {error}") from None
+    if not inputs["base_input"]:
+        raise CodeDataError(f"{where}: field 'base_input' is empty")
+    solution, atol = row["canonical_solution"], float(row["atol"])
+    return CodeProblem(task, row["prompt"], row["entry_point"], solution, inputs["base_input"], inputs["plus_input"], atol)
+
+
+_FIELDS: dict[str, Any] = {
+    "task_id": str,
+    "prompt": str,
+    "entry_point": str,
+    "canonical_solution": str,
+    "base_input": (list, dict),
+    "plus_input": (list, dict),
+    "atol": (int, float),
+}
+
+
+# --- JSON has no tuples, sets and complex numbers; MBPP's functions want them
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value)
+
+
+def _list_of_tuples(value: Any) -> Any:
+    return [tuple(item) for item in value]
+
+
+def _tuple_of_tuples(value: Any) -> Any:
+    return tuple(tuple(item) for item in value)
+
+
+def _tuple_with_tuples(value: Any) -> Any:
+    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+
+
+def _all_tuples(value: Any) -> Any:
+    return tuple(map(_all_tuples, value)) if isinstance(value, list) else value
+
+
+def _sets(value: Any) -> Any:
+    return [set(item) if isinstance(item, list) and item else {} for item in value]  # an empty one is a dict: so it was
+
+
+def _dict_of_tuples(value: Any) -> Any:
+    return {key: tuple(item) for key, item in value.items()}
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+# What each argument becomes; the last entry holds for all further arguments.
+_SHAPES: list[tuple[tuple[Callable[[Any], Any], ...], str]] = [
+    ((_tuples,), "2 116 132 143 222 261 273 394 399 421 424 429 470 560 579 596 616 630 726 740 744 809"),
+    ((_list_of_tuples,), "63 64 70 94 120 237 272 299 400 409 417 438 473 614 780"),
+    ((_list_of_tuples, _as_is), "75 413 444 753"),
+    ((_as_is, _tuples), "106 750"),
+    ((_sets,), "115"),
+    ((float, complex), "124"),
+    ((_tuples, _as_is), "250 307 405 446 617 720 763 808"),
+    ((_tuple_of_tuples,), "259 401 445"),
+    ((_tuple_with_tuples,), "278"),
+    ((_dict_of_tuples, _as_is), "722"),
+    ((complex,), "252"),
+    ((_all_tuples,), "580 615 791"),
+]
+_SHAPE_OF = {f"Mbpp/{number}": shape for shape, numbers in _SHAPES for number in numbers.split()}
+
+
+def _typed(task: str, arguments: list[Any]) -> list[Any]:
+    shape = _SHAPE_OF.get(task)
+    if shape is None:
+        return arguments
+    return [shape[min(place, len(shape) - 1)](value) for place, value in enumerate(arguments)]
+
+
+# --- what the canonical solution returns
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Outputs of the canonical solution, and the CPU seconds each took."""
+
+    outputs: list[Any]
+    seconds: list[float]
+
+
+def expected_outputs(
+    problem: CodeProblem, *, cache: Path | None = None, unsafe: bool = False, backend: str | None = None
+) -> tuple[Expected, Expected]:
+    """For the base and the plus inputs; from the cache if this problem and this Python have been seen."""
+    place = (cache or _cache_folder()) / f"{_fingerprint(problem)}.json"
+    kept = _from_cache(place, problem)
+    if kept is not None:
+        return kept
+    made = tuple(_run_canonical(problem, inputs, unsafe, backend) for inputs in (problem.base_input, problem.plus_input))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = place.with_suffix(f".{os.getpid()}.{id(made)}.tmp")
+    unfinished.write_text(json.dumps([_packed(part) for part in made]))
+    unfinished.replace(place)
+    return made[0], made[1]
+
+
+def _cache_folder() -> Path:
+    return Path(platformdirs.user_cache_dir("iwopd")) / "evalplus"
+
+
+def _fingerprint(problem: CodeProblem) -> str:
+    inputs = wire.encode_plain([problem.base_input, problem.plus_input])
+    text = "\0".join([str(_CACHE_VERSION), sys.version, problem.id, problem.entry_point, problem.reference])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass") + b"\0" + inputs).hexdigest()
+
+
+def _run_canonical(problem: CodeProblem, inputs: list[Any], unsafe: bool, backend: str | None) -> Expected:
+    if not inputs:
+        return Expected([], [])
+    reports: list[Report] = []
+
+    def receive(report: Report) -> bool:
+        reports.append(report)
+        return report.error is None
+
+    arguments = [wire.encode_plain(item) for item in inputs]
+    limits = [_CANONICAL_SECONDS] * len(inputs)
+    job = Job(problem.reference, problem.entry_point, arguments, limits, _CANONICAL_SECONDS)
+    end = run(job, probe.choose(unsafe=unsafe, name=backend), receive)
+    if end.status != "complete":
+        reason = end.detail or (reports[-1].error if reports else end.status)
+        raise CodeDataError(f"{problem.id}: the canonical solution gives no expected outputs: {reason}")
+    outputs = [report.value for report in reports]
+    if problem.dataset == "mbpp" and problem.entry_point in _NOT_NONE:
+        outputs = [output is not None for output in outputs]
+    return Expected(outputs, [report.seconds for report in reports])
+
+
+def _packed(part: Expected) -> dict[str, Any]:
+    outputs = [("digest", value.sha256) if isinstance(value, Digest) else ("value", value) for value in part.outputs]
+    coded = [base64.b64encode(wire.encode(output, wire.JOB)).decode() for output in outputs]
+    return {"outputs": coded, "seconds": part.seconds}
+
+
+def _from_cache(place: Path, problem: CodeProblem) -> tuple[Expected, Expected] | None:
+    """None if there is nothing, or not what it should be: then it is made anew."""
+    try:
+        parts = [Expected(list(map(_unpacked, part["outputs"])), part["seconds"]) for part in json.loads(place.read_text())]
+        if [len(part.outputs) for part in parts] == [len(problem.base_input), len(problem.plus_input)]:
+            return parts[0], parts[1]
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    return None
+
+
+def _unpacked(text: str) -> Any:
+    kind, value = wire.decode(base64.b64decode(text, validate=True), wire.JOB)
+    return Digest(value) if kind == "digest" else value
+
+
+# --- verdicts
+
+# Functions whose results stand for a set, whatever their order.
+_SET_LIKE = {"similar_elements", "find_char_long", "common_in_nested_lists", "extract_singly", "larg_nnum"}
+_SET_LIKE |= {"intersection_array", "find_dissimilar", "Diff"}
+# Functions that may return a match object: only whether there is one counts.
+_NOT_NONE = {"check_str", "text_match_three", "text_starta_endb"}
+
+
+def check_solution(
+    problem: CodeProblem,
+    source: str,
+    *,
+    expected: tuple[Expected, Expected] | None = None,
+    as_published: bool = False,
+    unsafe: bool = False,
+    backend: str | None = None,
+) -> CodeVerdict:
+    """Run the whole program `source` (see `extract_code`) on the problem's base and plus tests, each in a fresh process."""
+    expected = expected or expected_outputs(problem, unsafe=unsafe, backend=backend)
+    chosen = probe.choose(unsafe=unsafe, name=backend)
+    outcomes = []
+    for inputs, part in zip((problem.base_input, problem.plus_input), expected, strict=True):
+        if not inputs:
+            outcomes.append(CodeOutcome("pass", "", 0, 0, 0.0))
+            continue
+        limits = [max(MIN_SECONDS, REFERENCE_FACTOR * seconds) for seconds in part.seconds]
+        total = max(min(MOST_SECONDS, sum(limits)) + 1.0, 2.0 * sum(part.seconds))
+        job = Job(source, problem.entry_point, [wire.encode_plain(item) for item in inputs], limits, total)
+        judge = Judge(_Right(problem, inputs, part.outputs, as_published))
+        outcomes.append(judge.outcome(run(job, chosen, judge.receive), len(inputs)))
+    return CodeVerdict(problem.id, *outcomes)
+
+
+def check_solutions(
+    solutions: Sequence[tuple[CodeProblem, str]],
+    *,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    as_published: bool = False,
+    unsafe: bool = False,
+    backend: str | None = None,
+) -> list[CodeVerdict]:
+    """Verdicts in order, `workers` at a time."""
+
+    def check(solution: tuple[CodeProblem, str]) -> CodeVerdict:
+        return check_solution(*solution, as_published=as_published, unsafe=unsafe, backend=backend)
+
+    return in_parallel(check, solutions, workers, progress)
+
+
+class _Right:
+    """Whether the result of test `index` is right, in order: EvalPlus's tolerance stays once a test needed it."""
+
+    def __init__(self, problem: CodeProblem, inputs: list[Any], outputs: list[Any], as_published: bool) -> None:
+        self.problem, self.inputs, self.outputs = problem, inputs, outputs
+        self.published = as_published
+        self.atol = problem.atol
+
+    def __call__(self, index: int, result: Any) -> bool:
+        problem, expected, arguments = self.problem, self.outputs[index], self.inputs[index]
+        if problem.dataset == "humaneval" and problem.entry_point == "find_zero":
+            return not self.published and _is_root(arguments[0], result, self.atol)
+        if isinstance(expected, Digest) or isinstance(result, Digest):
+            return same(result, expected)
+        exact = bool(result == expected)
+        if problem.dataset == "mbpp":
+            exact = _mbpp_oracle(problem, arguments, result, expected, exact)
+        if self.atol == 0.0 and is_floats(expected):
+            self.atol = FLOAT_ATOL  # and so for the tests that follow
+        return exact or (self.atol != 0.0 and close(result, expected, self.atol))
+
+
+def _mbpp_oracle(problem: CodeProblem, arguments: list[Any], result: Any, expected: Any, exact: bool) -> bool:
+    name = problem.entry_point
+    if name == "are_equivalent":  # Mbpp/164: the task does not say what it asks for, so any answer will do
+        return True
+    if name == "sum_div":  # Mbpp/295: 0 will do as well
+        return exact or bool(result == 0)
+    if name == "surface_Area":  # Mbpp/581: the height may be the pyramid's instead of its side's
+        return exact or (_is_number(result) and abs(result - _pyramid(*arguments)) <= problem.atol)
+    if name == "digit_distance_nums":  # Mbpp/558: or digit by digit, the shorter number filled with zeros
+        return exact or bool(result == _digit_distance(*arguments))
+    if name in _SET_LIKE:
+        return _same_set(result, expected)
+    if name in _NOT_NONE:
+        return bool(result == expected) if isinstance(result, bool) else bool(expected == (result is not None))
+    return exact
+
+
+def _is_root(coefficients: list[Any], x: Any, atol: float) -> bool:
+    """HumanEval/32: any zero of the polynomial will do."""
+    try:
+        return _is_number(x) and abs(sum(c * math.pow(x, power) for power, c in enumerate(coefficients))) <= atol
+    except (OverflowError, ValueError):
+        return False
+
+
+def _pyramid(edge: float, height: float) -> int:
+    return round(edge * edge + 2 * edge * math.hypot(edge / 2, height))
+
+
+def _digit_distance(first: Any, second: Any) -> int:
+    width = max(len(str(first)), len(str(second)))
+    return sum(abs(int(a) - int(b)) for a, b in zip(str(first).zfill(width), str(second).zfill(width), strict=True))
+
+
+def _same_set(result: Any, expected: Any) -> bool:
+    """`set(result) == set(expected)`, without building a table of keys that the program chose (they could all collide)."""
+    try:
+        wanted = set(expected)
+        found = {item for item in result if item in wanted or _raise(item)}
+    except (TypeError, LookupError):
+        return False
+    return found == wanted
+
+
+def _raise(item: Any) -> bool:
+    raise LookupError(item)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+# --- from a model's answer to a program
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def extract_code(text: str, entry_point: str) -> str:
+    """The program in a model's answer: the last fenced Python block that defines `entry_point`, or else the text as it is.
+
+    The last, because models think first and answer last. A block counts as Python when its fence says so or says nothing; one
+    that was cut off before its closing fence counts too.
+    """
+    name = re.escape(entry_point)
+    defines = re.compile(rf"^(?:async\s+def|def|class)\s+{name}\b|^{name}\s*=", re.MULTILINE)
+    return next((block for block in reversed(list(_blocks(text))) if defines.search(block)), text)
+
+
+def _blocks(text: str) -> Iterator[str]:
+    for language, block in _FENCE.findall(text):
+        if language.lower() in ("", "python", "python3", "py"):
+            yield block
+
+
+def prompt_text(problem: CodeProblem) -> str:
+    """What to ask a chat model."""
+    return (
+        "Write a self-contained Python program that solves the following problem. "
+        f"It must define the function `{problem.entry_point}`. Answer with one Markdown code block.\n\n"
+        f"```python\n{problem.prompt.strip()}\n```\n"
+    )

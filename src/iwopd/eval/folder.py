@@ -1,0 +1,154 @@
+"""The folder of an evaluation: every sample as it is finished, then the results. A re-run goes on where the last one ended.
+
+eval.json              model, settings, and the results of finished tasks
+samples-<task>.jsonl   one object a sample: id, sample, prompt (hash), text, status, score, answer, detail, tokens, stop_reason
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import iwopd
+from iwopd.errors import UserError
+from iwopd.eval.runner import Evaluation
+from iwopd.eval.task import Task
+from iwopd.train.filesystem import write_atomic
+from iwopd.types import Prompt
+
+FORMAT = 1
+
+
+class EvaluationError(UserError, RuntimeError):
+    """An evaluation that cannot go on as asked, with the way out."""
+
+
+class EvaluationFolder:
+    """Owns one folder. `about` says what is evaluated: equal for every run that goes on in it."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.record: dict[str, Any] = {"format": FORMAT, "iwopd": iwopd.__version__, **about, "tasks": {}}
+        if (path / "eval.json").exists():
+            self._continue(about)
+        else:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise EvaluationError(f"cannot make the folder {path}: {error.strerror}; choose another with --out") from None
+            self._write()
+
+    def _continue(self, about: Mapping[str, Any]) -> None:
+        old = read_record(self.path)
+        settings, before = about["settings"], old.get("settings", {})
+        changed = [f"{k}: {before.get(k)!r} -> {v!r}" for k, v in settings.items() if before.get(k) != v]
+        changed += [f"{k}: {old.get(k)!r} -> {about[k]!r}" for k in ("model", "weights") if old.get(k) != about[k]]
+        if changed:
+            raise EvaluationError(
+                f"{self.path} holds an evaluation with other settings: {'; '.join(changed)}. Choose another folder with --out"
+            )
+        self.record["tasks"] = old.get("tasks", {})
+
+    def samples(self, task: Task) -> dict[tuple[str, int], dict[str, Any]]:
+        """Finished samples by (problem, number); a last line that was cut off by a crash is left out, and cut off for good."""
+        path = self._samples_path(task)
+        if not path.exists():
+            return {}
+        text = path.read_bytes()
+        whole = text[: text.rfind(b"\n") + 1]
+        if len(whole) < len(text):
+            path.write_bytes(whole)
+        found = {}
+        hashes = {prompt.id: prompt_hash(prompt) for prompt in task.prompts}
+        for number, line in enumerate(whole.decode("utf-8").split("\n")[:-1], start=1):
+            try:
+                record = json.loads(line)
+                key, seen = (record["id"], record["sample"]), record["prompt"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                raise EvaluationError(
+                    f"{path}, line {number} is damaged: remove that line (it is sampled again), or choose another --out"
+                ) from None
+            if hashes.get(key[0], seen) != seen:
+                raise EvaluationError(
+                    f"{path}: the problem {key[0]!r} was another one when it was sampled (its text, rendering or answer "
+                    "changed); choose another folder with --out"
+                )
+            found[key] = record
+        return found
+
+    def add(self, task: Task, evaluation: Evaluation, done: Mapping[tuple[str, int], Any]) -> None:
+        """Append the samples that are not there yet, as one write."""
+        lines = []
+        for rollout, text, verdict in zip(evaluation.rollouts, evaluation.texts, evaluation.verdicts, strict=True):
+            if (rollout.prompt.id, rollout.sample) in done:
+                continue
+            record = {
+                "id": rollout.prompt.id,
+                "prompt": prompt_hash(rollout.prompt),
+                "sample": rollout.sample,
+                "status": verdict.status,
+                "score": verdict.score,
+                "answer": verdict.answer,
+                "detail": verdict.detail,
+                "tokens": len(rollout),
+                "stop_reason": rollout.stop_reason,
+                "text": text,
+            }
+            lines.append(json.dumps(record) + "\n")
+        try:
+            with self._samples_path(task).open("a", encoding="utf-8") as file:
+                file.write("".join(lines))
+        except OSError as error:
+            raise EvaluationError(
+                f"cannot write to {self.path}: {error.strerror}; finished samples stay, run it again"
+            ) from None
+
+    def finish(self, task: Task, samples: int, seconds: float) -> dict[str, Any]:
+        """Put a task's results together from its samples and write them."""
+        found = self.samples(task)
+        rows = [[found[prompt.id, sample] for sample in range(samples)] for prompt in task.prompts]
+        every = [record for row in rows for record in row]
+        statuses = sorted({record["status"] for record in every})
+        result: dict[str, Any] = {
+            "aggregate": task.aggregate,
+            "problem_ids": [prompt.id for prompt in task.prompts],
+            "scores": [[record["score"] for record in row] for row in rows],
+            "outcomes": {status: sum(record["status"] == status for record in every) for status in statuses},
+            "truncated": sum(record["stop_reason"] == "length" for record in every),
+            "mean_tokens": round(sum(record["tokens"] for record in every) / len(every), 1),
+            "seconds": round(seconds, 1),
+        }
+        if any(record["answer"] is not None for record in every):
+            result["answers"] = [[record["answer"] for record in row] for row in rows]
+        self.record["tasks"][task.name] = result
+        self._write()
+        return result
+
+    def _samples_path(self, task: Task) -> Path:
+        return self.path / f"samples-{re.sub(r'[^A-Za-z0-9+._-]', '_', task.name)}.jsonl"
+
+    def _write(self) -> None:
+        write_atomic(self.path / "eval.json", json.dumps(self.record, indent=1) + "\n")
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """`eval.json` of a folder."""
+    try:
+        record: dict[str, Any] = json.loads((path / "eval.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EvaluationError(f"{path} is no evaluation (it has no eval.json)") from None
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"{path / 'eval.json'} cannot be read: {error}") from None
+    if record.get("format") != FORMAT:
+        raise EvaluationError(f"{path} has format {record.get('format')}, this version of iwopd reads format {FORMAT}")
+    return record
+
+
+def prompt_hash(prompt: Prompt) -> str:
+    """Tells whether a problem is still the same: as the model sees it, and its answer."""
+    seen = repr((prompt.token_ids, prompt.answer)).encode(errors="surrogatepass")
+    return hashlib.sha256(seen).hexdigest()[:12]

@@ -1,0 +1,196 @@
+r"""Is the boxed answer of a completion equal to the gold answer?
+
+    check_math(r"... so it is \boxed{\frac{1}{2}}.", "0.5").status    # "correct"
+
+The last box is taken (`boxed.py`) and compared with the gold by math-verify in a worker process (`workers.py`,
+`math_worker.py`). A status is one of
+
+- `correct`;
+- `wrong`: both were understood, and they differ;
+- `unparsed`: no answer, or one that cannot be understood, or the same of the gold (then the detail says GOLD);
+- `timeout`: no verdict within the limits of time, memory and depth.
+
+The last two count as not right in an accuracy, but they are not the same as wrong, and an evaluation should show how many.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import unicodedata
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal, cast
+
+from iwopd.eval.boxed import last_boxed
+from iwopd.eval.workers import WorkerPool, shared_pool
+
+Status = Literal["correct", "wrong", "timeout", "unparsed"]
+
+TIMEOUT_SECONDS = 3.0
+"""CPU time for one comparison, a hundred times what a usual one takes."""
+
+LONGEST_ANSWER = 20_000
+"""Characters; the text around the box may be as long as it likes."""
+
+_INTEGER = re.compile(r"-?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)")
+
+
+@dataclass(frozen=True)
+class MathOutcome:
+    """The verdict on one completion."""
+
+    status: Status
+    answer: str | None
+    """The content of the last box, as it stands there; None if there is no answer."""
+
+    detail: str
+    """Why, in one sentence."""
+
+
+def check_math(text: str, gold: str, *, timeout: float = TIMEOUT_SECONDS) -> MathOutcome:
+    """Compare the last box of `text` with `gold`, which is bare LaTeX without box and dollars. Safe from any thread.
+
+    `timeout` is in seconds of CPU time; in wall time a check may take a good ten times as long before it is given up.
+    """
+    _require_timeout(timeout)
+    answer, outcome = _without_worker(text, gold)
+    return outcome or _ask(shared_pool(), answer, gold, timeout)
+
+
+def check_math_many(
+    pairs: Iterable[tuple[str, str]],
+    *,
+    timeout: float = TIMEOUT_SECONDS,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[MathOutcome]:
+    """`check_math` for many (text, gold), in order, with `workers` processes at a time (None: one for each core).
+
+    Pairs with the same answer and gold are compared once. `progress(done, all)` is called in the calling thread.
+    """
+    _require_timeout(timeout)
+    texts = list(pairs)
+    outcomes: dict[int, MathOutcome] = {}
+    waiting: dict[tuple[str, str], list[int]] = {}
+    for index, (text, gold) in enumerate(texts):
+        answer, outcome = _without_worker(text, gold)
+        if outcome is None:
+            waiting.setdefault((answer, gold), []).append(index)
+        else:
+            outcomes[index] = outcome
+    if progress is not None:
+        progress(len(outcomes), len(texts))
+    if waiting:
+        pool = shared_pool() if workers is None else WorkerPool(workers)
+        try:
+            for pair, outcome in _ask_many(pool, list(waiting), timeout):
+                outcomes.update(dict.fromkeys(waiting[pair], outcome))
+                if progress is not None:
+                    progress(len(outcomes), len(texts))
+        finally:
+            if workers is not None:
+                pool.close()
+    return [outcomes[index] for index in range(len(texts))]
+
+
+def _without_worker(text: str, gold: str) -> tuple[str, MathOutcome | None]:
+    """The answer, and the outcome where none but an exact look is needed."""
+    for name, value in (("text", text), ("gold", gold)):
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a string, got {type(value).__name__} {value!r:.40}")
+    boxed = last_boxed(text)
+    if boxed.answer is None:
+        return "", MathOutcome("unparsed", None, boxed.why)
+    answer = boxed.answer
+
+    def outcome(status: Status, detail: str) -> tuple[str, MathOutcome]:
+        return answer, MathOutcome(status, answer, detail)
+
+    if not gold.strip():
+        return outcome("unparsed", "the GOLD answer is empty")
+    if answer.split() == gold.split():  # any notation, known to math-verify or not: \text{Tuesday}, 10:00 p.m.
+        return outcome("correct", "the same text")
+    if (given := _integer(answer)) is not None and (right := _integer(gold)) is not None:
+        return outcome("correct", "the same integer") if given == right else outcome("wrong", "different integers")
+    if last_boxed(gold).answer is not None:
+        return outcome("unparsed", r"the GOLD has a \boxed{} around it; pass the bare LaTeX inside")
+    for whose, value in (("GOLD", gold), ("answer", answer)):
+        if len(value) > LONGEST_ANSWER:
+            return outcome("unparsed", f"the {whose} has {len(value)} characters; at most {LONGEST_ANSWER} are compared")
+        if (found := _unprintable(value)) is not None:
+            place, character = found
+            return outcome(
+                "unparsed",
+                f"the {whose} has the control character U+{ord(character):04X} at position {place}"
+                + _LOST_BACKSLASH.get(character, ""),
+            )
+    return answer, None
+
+
+_LOST_BACKSLASH = {
+    character: rf": was a backslash lost, as in {command}?"
+    for character, command in {"\x07": r"\alpha", "\x08": r"\binom", "\x0b": r"\vec", "\x0c": r"\frac"}.items()
+}
+
+
+def _integer(text: str) -> str | None:
+    """A plain integer in one way of writing: 007, 7 and -0, 0 and 1,000, 1000 are the same."""
+    if _INTEGER.fullmatch(text.strip()) is None:
+        return None
+    digits = text.strip().lstrip("-").replace(",", "").lstrip("0")
+    return ("-" if text.strip().startswith("-") and digits else "") + (digits or "0")
+
+
+def _unprintable(text: str) -> tuple[int, str] | None:
+    """The first control character that is no space, or half of a surrogate pair."""
+    for place, character in enumerate(text):
+        if character not in "\t\n\r" and unicodedata.category(character) in ("Cc", "Cs"):
+            return place, character
+    return None
+
+
+def _require_timeout(timeout: float) -> None:
+    if not (isfinite(timeout) and timeout > 0.0):
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+
+
+def _ask(pool: WorkerPool, answer: str, gold: str, timeout: float) -> MathOutcome:
+    status, detail = pool.check(answer, gold, timeout)
+    return MathOutcome(cast(Status, status), answer, detail)
+
+
+def _ask_many(pool: WorkerPool, pairs: list[tuple[str, str]], timeout: float) -> Iterable[tuple[tuple[str, str], MathOutcome]]:
+    """Outcomes as they come. One thread for each worker; they only wait for pipes."""
+    todo = iter(pairs)
+    todo_lock = threading.Lock()
+    done: queue.SimpleQueue[tuple[tuple[str, str], MathOutcome | BaseException]] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            with todo_lock:
+                pair = next(todo, None)
+            if pair is None:
+                return
+            try:
+                done.put((pair, _ask(pool, *pair, timeout)))
+            except BaseException as error:  # the caller's thread raises it
+                done.put((pair, error))
+                return
+
+    threads = [threading.Thread(target=work, name=f"math-check-{i}", daemon=True) for i in range(min(pool.size, len(pairs)))]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in pairs:
+            pair, outcome = done.get()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            yield pair, outcome
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

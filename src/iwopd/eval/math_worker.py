@@ -1,0 +1,327 @@
+r"""The program of a math worker: reads pairs (answer, gold), compares them with math-verify, writes verdicts.
+
+`workers.py` starts it by its path and not with `-m`, because importing the package would load torch. It imports nothing of
+this package. Messages in both directions are JSON after four bytes of length; JSON escapes everything beyond ASCII, so that
+lone surrogates pass as well.
+
+The rules below are those of math-verify, save where the comment beside a rule says why not. math-verify's search for answers in
+prose is not used: the whole box is the answer, and a number fished out of an unreadable one would be a guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import resource
+import select
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# ---- reading LaTeX ----------------------------------------------------------------------------------------------------------
+
+_SIGNS = str.maketrans(
+    {
+        "−": "-",
+        "–": "-",
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "÷": "/",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "√": r"\sqrt ",
+        "°": r"^\circ ",
+    }
+    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "±": r"\pm "}
+    | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u200e\u200f", "")  # invisible
+)
+_GAP = r"(?:\\[,;:! ]|~|\s)+"
+_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    # Dollars and brackets around the mathematics of an \fbox, a box inside the box, and the full stop after a sentence.
+    (re.compile(r"(?<!\\)\$|(?<!\\)\\[()\[\]]|\\(?:boxed|fbox)(?=\s*\{)"), ""),
+    (re.compile(r"(?<=[\d}\)])\s*\.\s*$"), ""),
+    # math-verify reads "1\,000" as 1 + 0 (a mixed number), so it would equal "1": join groups of three digits.
+    (re.compile(rf"(?<![\d.,_^])(\d{{1,3}})((?:{_GAP}\d{{3}})+)(?![\d,])"), lambda m: m[1] + re.sub(r"\D", "", m[2])),
+    # A mixed number with a slash: 1 1/2.
+    (re.compile(rf"^(-?\d+){_GAP}(\d+)/(\d+)$"), r"\1\\frac{\2}{\3}"),
+    # math-verify breaks \sqrt\pi into \sqrt{\}pi.
+    (re.compile(r"\\sqrt\s*(\\[a-zA-Z]+)(?!\s*[{\[a-zA-Z])"), r"\\sqrt{\1}"),
+    (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset"),
+    (re.compile(r"\\log_\s*(?:e(?![a-zA-Z])|\{\s*e\s*\})"), r"\\ln "),
+    (re.compile(r"\\lg(?![a-zA-Z])"), r"\\log"),
+]
+_REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\overline\{\s*(\d+)\s*\}")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+_PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|percent)$")
+_SIDE_BY_SIDE = re.compile(rf"-?\d+(?:\.\d+)?(?:{_GAP}\d+(?:\.\d+)?)+")
+
+
+class UnreadableError(Exception):
+    """No mathematics that math-verify understands; the message is a phrase that follows "the answer"."""
+
+
+class Reading(NamedTuple):
+    value: Any
+    """A sympy expression, matrix, set or relation."""
+
+    percent: bool
+    """Was there a percent sign behind it? The value is the number before the sign."""
+
+
+def read(latex: str) -> Reading:
+    """Parse bare LaTeX."""
+    from latex2sympy2_extended import NormalizationConfig, normalize_latex
+    from math_verify.parser import parse_latex_cached
+    from sympy import nan, zoo
+
+    text = latex.translate(_SIGNS).strip()
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = _REPEATING.sub(_repeating_decimal, text)
+    if _TRIGONOMETRIC.search(text):  # 90^\circ is 90, as in answers it should be, but \cos 60^\circ is not the cosine of 60
+        text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
+    without_sign = _PERCENT.sub("", text.strip())
+    percent = without_sign != text.strip()
+    if _SIDE_BY_SIDE.fullmatch(without_sign.strip()):
+        # math-verify adds them (1 2 is 3).
+        raise UnreadableError("is numbers side by side, which could mean anything")
+    rules = NormalizationConfig(
+        basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="none", equations=False
+    )
+    try:
+        value = parse_latex_cached(normalize_latex(without_sign, rules))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:
+        raise UnreadableError("is not mathematics that math-verify can read") from error
+    if value is None or value is nan or value is zoo:
+        raise UnreadableError("has no value (a division by zero?)")
+    return Reading(value, percent)
+
+
+def _repeating_decimal(match: re.Match[str]) -> str:
+    whole, fixed, period = match.groups()
+    scale = 10 ** len(fixed)
+    nines = 10 ** len(period) - 1
+    numerator = int((whole + fixed) or "0") * nines + int(period)
+    return rf"\frac{{{numerator}}}{{{scale * nines}}}"
+
+
+# ---- comparing --------------------------------------------------------------------------------------------------------------
+
+
+def judge(answer: str, gold: str) -> tuple[str, str]:
+    """Status and a sentence why."""
+    try:
+        right = read(gold)
+    except UnreadableError as error:
+        return "unparsed", f"the GOLD {error}; only an answer with the same letters would be correct"
+    try:
+        given = read(answer)
+    except UnreadableError as error:
+        return "unparsed", f"the answer {error}"
+    # A percent sign on one side only: either reading is accepted, 50 and 0.5. Gold answers to "what percent" come with and
+    # without the sign, and a probability may be stated as a percentage. With a sign on both sides or none, values must agree.
+    given_values = [given.value, given.value / 100] if given.percent and not right.percent else [given.value]
+    right_values = [right.value, right.value / 100] if right.percent and not given.percent else [right.value]
+    if any(same(r, g) for r in right_values for g in given_values):
+        return "correct", "math-verify finds them equal"
+    return "wrong", "math-verify finds them different"
+
+
+def same(gold: Any, answer: Any) -> bool:
+    """math-verify's verdict, and a second look where it depends on the way of writing."""
+    return _verify(gold, answer) or _same_inequality(gold, answer) or _same_complex(gold, answer)
+
+
+def _verify(gold: Any, answer: Any) -> bool:
+    from math_verify import grader
+    from sympy import Float
+
+    inexact = any(getattr(value, "has", lambda *_: False)(Float) for value in (gold, answer))
+    settings = {
+        "float_rounding": _decimals(gold),
+        # 15 digits cannot tell sqrt(10^40 + 1) from 10^20; but floats have no more, and more would tell equals apart.
+        "numeric_precision": 15 if inexact else 50,
+        # Without it, (0, 1) and 0 < x < 1 are equal in one order and different in the other.
+        "allow_set_relation_comp": True,
+        "timeout_seconds": None,
+        "raise_on_error": True,
+    }
+    # math-verify turns any exception of a comparison into "different", a lack of memory too. Its modules look up the name
+    # `Exception` when they catch, so give them one that lets that through.
+    grader.Exception = _ordinary_exceptions()
+    try:
+        return bool(grader.verify(gold, answer, **settings))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # one that our narrower name let through as well: let math-verify deal with it in its own way
+        del grader.Exception
+        return bool(grader.verify(gold, answer, **(settings | {"raise_on_error": False})))
+    finally:
+        grader.__dict__.pop("Exception", None)
+
+
+def _ordinary_exceptions() -> tuple[type[BaseException], ...]:
+    runtime = [kind for kind in RuntimeError.__subclasses__() if kind is not RecursionError]
+    return (*(kind for kind in Exception.__subclasses__() if kind not in (MemoryError, RuntimeError)), *runtime)
+
+
+def _decimals(gold: Any) -> int:
+    """Decimals to which a decimal fraction must agree: six, and more for golds so small that six would round them to zero."""
+    from sympy import Number
+
+    size = abs(float(gold)) if isinstance(gold, Number) and gold.is_finite else 1.0
+    return 6 if size == 0.0 or size >= 1.0 else max(6, 3 - math.floor(math.log10(size)))
+
+
+def _same_inequality(gold: Any, answer: Any) -> bool:
+    """0 < x < 1 and 1 > x > 0: math-verify compares chains link by link."""
+    from math_verify.grader import is_equation, is_relation, unwrap_fcs
+
+    if not (is_relation(gold) and is_relation(answer)) or is_equation(gold) or is_equation(answer):
+        return False
+    if gold.free_symbols != answer.free_symbols or len(gold.free_symbols) != 1:
+        return False
+    try:
+        return bool(unwrap_fcs(gold).as_set() == unwrap_fcs(answer).as_set())
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # sympy cannot solve it
+        return False
+
+
+def _same_complex(gold: Any, answer: Any) -> bool:
+    """(1+i)^2 and 2i: math-verify takes i for a variable; where that says "different", try the imaginary unit."""
+    from sympy import Basic, I, MatrixBase
+
+    def imaginary(value: Any) -> Any:
+        if not isinstance(value, Basic | MatrixBase):
+            return value
+        return value.subs({symbol: I for symbol in value.free_symbols if str(symbol) == "i"})
+
+    try:
+        units = imaginary(gold), imaginary(answer)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # an order relation between complex numbers, for one
+        return False
+    return (units[0] != gold or units[1] != answer) and _verify(*units)
+
+
+# ---- the process ------------------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Answer requests until the other end closes the pipe."""
+    source, sink = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):  # a stray print of a library must not end up among the messages
+        os.dup2(nowhere, standard)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # inherited from the thread that started us
+    for deadly in (signal.SIGPROF, signal.SIGXCPU, signal.SIGIO):
+        signal.signal(deadly, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    hello = _receive(source)
+    if hello is None:
+        return
+    sys.path.extend(entry for entry in hello["path"] if entry not in sys.path and Path(entry).is_absolute())
+    try:
+        _warm_up()
+    except Exception as error:
+        _send(sink, {"failed": f"{type(error).__name__}: {error}"})
+        return
+    _limit(resource.RLIMIT_AS, hello["memory"])
+    _limit(resource.RLIMIT_CORE, 0)
+    _send(sink, {"ready": True})
+
+    while (request := _receive(source)) is not None:
+        _arm(source, request["timeout"])
+        exhausted = None
+        try:
+            status, detail = judge(request["answer"], request["gold"])
+        except MemoryError:
+            status, detail = "timeout", f"out of memory: the check needs more than {hello['memory'] >> 20} MiB"
+            exhausted = "memory"
+        except RecursionError:
+            status, detail = "timeout", "out of stack: the expression is nested too deeply"
+            exhausted = "stack"
+        _disarm(source)
+        _send(sink, {"id": request["id"], "status": status, "detail": detail, "exhausted": exhausted})
+
+
+def _warm_up() -> None:
+    """Import everything and check one pair, so that the first request pays no more than the others."""
+    import logging
+
+    import math_verify  # noqa: F401
+
+    logging.disable(logging.CRITICAL)
+    sys.set_int_max_str_digits(0)  # long integers are answers too; the deadline guards
+    judge(r"\frac{x}{2}+(0)", r"0.5x")
+
+
+def _arm(source: int, timeout: float) -> None:
+    """From now on the kernel ends this process when it has used its CPU time or when its parent is gone, even inside C code."""
+    signal.setitimer(signal.ITIMER_PROF, timeout)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + timeout) + 1)  # should the timer be lost
+    import fcntl
+
+    # The parent writes nothing during a check, so the only event on this pipe is its end: SIGIO, which terminates.
+    fcntl.fcntl(source, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(source, fcntl.F_SETFL, fcntl.fcntl(source, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(source, 0)
+    if any(event & select.POLLHUP for _, event in poll.poll(0)):  # gone before the line above
+        os._exit(0)
+
+
+def _disarm(source: int) -> None:
+    import fcntl
+
+    fcntl.fcntl(source, fcntl.F_SETFL, fcntl.fcntl(source, fcntl.F_GETFL) & ~os.O_ASYNC)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _limit(which: int, soft: int) -> None:
+    _, hard = resource.getrlimit(which)
+    with contextlib.suppress(ValueError, OSError):  # a stricter limit is in force already
+        resource.setrlimit(which, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _receive(source: int) -> Any:
+    size = _read_exactly(source, 4)
+    body = None if size is None else _read_exactly(source, struct.unpack(">I", size)[0])
+    return None if body is None else json.loads(body)
+
+
+def _read_exactly(source: int, count: int) -> bytes | None:
+    parts: list[bytes] = []
+    while count:
+        part = os.read(source, min(count, 1 << 16))
+        if not part:
+            return None
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _send(sink: int, message: dict[str, Any]) -> None:
+    body = json.dumps(message).encode()
+    data = struct.pack(">I", len(body)) + body
+    while data:
+        data = data[os.write(sink, data) :]
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        serve()

@@ -1,0 +1,326 @@
+"""Start a program in a sandbox, hand it its inputs, read what it reports, and end it.
+
+All reading is bounded, all waiting has a deadline, and deadlines are in CPU time: a program is not late because the machine
+is busy. Time in which it neither ran nor waited for a processor (it slept, it hung) has a deadline of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from iwopd.errors import UserError
+from iwopd.eval.sandbox import interpreter, wire
+from iwopd.eval.sandbox.backends import Backend
+
+_TICK = 0.05
+_START_SECONDS = 120.0  # a bare Python starts in 0.03 s; a machine this slow has other problems
+_RUN_BYTES = 64 << 20  # all results together; each is bounded by wire.RESULT
+
+
+class SandboxError(UserError):
+    """The sandbox itself did not work; nothing is known about the program."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program and its inputs. `arguments`: for each call the encoded list of its positional arguments."""
+
+    source: str
+    entry_point: str
+    arguments: Sequence[bytes]
+    cpu_each: Sequence[float]
+    """CPU seconds for each call (loading the program may take as long as the longest)."""
+    cpu_total: float
+    """CPU seconds for everything."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One call's end: the value it returned, a `Digest` of one that is too large to travel, or the error it raised."""
+
+    index: int
+    value: Any
+    error: str | None
+    seconds: float
+    """CPU time since the report before."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What `wire.digest` makes of a value."""
+
+    sha256: bytes
+
+
+@dataclass(frozen=True)
+class End:
+    """How it went. `complete`: every call was reported; `stopped`: the receiver had enough."""
+
+    status: Literal["complete", "stopped", "timeout", "broken", "crashed", "forged"]
+    detail: str
+    seconds: float
+
+
+class _Over(Exception):  # noqa: N818 - not an error
+    """Carries the end of a run out of the loop."""
+
+    def __init__(self, status: Literal["stopped", "timeout", "broken", "crashed", "forged"], detail: str) -> None:
+        self.status, self.detail = status, detail
+
+
+def run(job: Job, backend: Backend, receive: Callable[[Report], bool]) -> End:
+    """Run `job`; `receive` gets every report in order and says whether to go on. When this returns, nothing is left running."""
+    cpu_seconds = math.ceil(job.cpu_total) + 5
+    inside = {"source": job.source, "entry_point": job.entry_point, "arguments": list(job.arguments)}
+    message = wire.encode_plain(inside | {"walls": backend.walls(cpu_seconds)})
+    with contextlib.ExitStack() as files:
+        process, channel, info, stderr = _start(backend, message, files)
+        child = _Child(process)
+        try:
+            pid = _inner_pid(info) if backend.name == "bubblewrap" else process.pid
+            child.watch(pid)
+            session = _Session(job, child, channel, receive)
+            session.ready()
+            session.calls()
+            return End("complete", "", child.cpu - session.start)
+        except _Over as over:
+            return End(over.status, over.detail, child.cpu - session.start)
+        except _NotReadyError as failure:
+            child.end()
+            raise SandboxError(f"the {backend.name} sandbox did not start: {_last_words(stderr) or failure}") from None
+        finally:
+            child.end()
+
+
+def _start(backend: Backend, message: bytes, files: contextlib.ExitStack) -> tuple[subprocess.Popen[bytes], int, int, int]:
+    job = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    files.callback(os.close, job)
+    view = memoryview(message)
+    while view:
+        view = view[os.write(job, view) :]
+    os.lseek(job, 0, os.SEEK_SET)
+    fcntl.fcntl(job, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    pipes = [os.pipe() for _ in range(3)]
+    for reading, _ in pipes:
+        files.callback(os.close, reading)
+    (channel, to_channel), (info, to_info), (stderr, to_stderr) = pipes
+    try:
+        process = subprocess.Popen(  # no preexec_fn: any thread may do this
+            backend.command(to_channel, to_info),
+            stdin=job,
+            stdout=subprocess.DEVNULL,
+            stderr=to_stderr,
+            pass_fds=(to_channel, to_info) if backend.name == "bubblewrap" else (to_channel,),
+            env=interpreter.environment(),
+            cwd="/",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise SandboxError(f"cannot start the {backend.name} sandbox: {error}") from error
+    finally:
+        for _, writing in pipes:
+            os.close(writing)
+    return process, channel, info, stderr
+
+
+class _NotReadyError(Exception):
+    """The child did not get as far as to run the program."""
+
+
+def _inner_pid(info: int) -> int:
+    """Which process bubblewrap made, by our numbers."""
+    told = b""
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        if not select.select([info], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise _NotReadyError("bubblewrap says nothing")
+        piece = os.read(info, 4096)
+        told += piece
+        with contextlib.suppress(ValueError):
+            return int(json.loads(told)["child-pid"])
+        if not piece:
+            raise _NotReadyError("bubblewrap ended")
+
+
+class _Child:
+    """The process in the sandbox: its clocks, and its end."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.handle: int | None = None
+        self.pid = 0
+        self.cpu = 0.0
+        self.waited = 0.0
+
+    def watch(self, pid: int) -> None:
+        self.pid = pid
+        with contextlib.suppress(OSError):  # it may be gone already
+            self.handle = os.pidfd_open(pid)
+        with contextlib.suppress(OSError):  # when memory runs out, let it be this one
+            Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+
+    def look(self) -> None:
+        """Read its clocks: CPU seconds, and seconds it stood in the queue for a processor."""
+        with contextlib.suppress(OSError):
+            self.cpu = time.clock_gettime((~self.pid << 3) | 2)  # what clock_getcpuclockid(3) makes of a process id
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            self.waited = int(Path(f"/proc/{self.pid}/schedstat").read_bytes().split()[1]) / 1e9
+
+    def end(self) -> None:
+        """Kill it and wait until it is dead. Without fork inside, and as process 1 of its world, it is all there is."""
+        if self.handle is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.handle, signal.SIGKILL)
+            select.select([self.handle], [], [], 10.0)
+            os.close(self.handle)
+            self.handle = None
+        else:
+            self.process.kill()
+        try:
+            self.process.wait(10.0)  # bubblewrap ends when its child has
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class _Session:
+    """The conversation over the channel."""
+
+    def __init__(self, job: Job, child: _Child, channel: int, receive: Callable[[Report], bool]) -> None:
+        self.job, self.child, self.channel, self.receive = job, child, channel, receive
+        self.buffer = bytearray()
+        self.total = 0
+        self.start = self.mark = 0.0  # CPU clock at the beginning, and at the last report
+        self.began = time.monotonic()
+        self.waited = 0.0
+        self.idle = 0.0
+
+    def ready(self) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while (message := self._message()) is None:
+            if not select.select([self.channel], [], [], _TICK)[0]:
+                if time.monotonic() > deadline:
+                    raise _NotReadyError("nothing heard from it")
+            elif not self._fill():
+                raise _NotReadyError("it ended early")
+        if message != ("ready",):
+            raise _NotReadyError("it began with something else")
+        self.child.look()
+        self.start = self.mark = self.child.cpu
+        self.began, self.waited = time.monotonic(), self.child.waited
+
+    def calls(self) -> None:
+        loading = max(self.job.cpu_each)
+        for index, cpu in enumerate(self.job.cpu_each):
+            message = self._wait(cpu + loading, f"test {index + 1}")
+            loading = 0.0
+            report = self._report(message, index)
+            if not self.receive(report):
+                raise _Over("stopped", "")
+        if self._wait(1.0, "the end") != ("end",):
+            raise _Over("forged", "a report too many on the channel")
+        while self._wait_data(1.0, "the end"):
+            if not self._fill():
+                if self.buffer:
+                    raise _Over("forged", "bytes after the end on the channel")
+                return
+            if self.buffer:
+                raise _Over("forged", "bytes after the end on the channel")
+
+    def _report(self, message: Any, index: int) -> Report:
+        self.child.look()
+        seconds, self.mark = self.child.cpu - self.mark, self.child.cpu
+        if type(message) is tuple and len(message) == 2 and message[0] == "broken" and type(message[1]) is str and index == 0:
+            raise _Over("broken", message[1][:300])
+        if type(message) is not tuple or len(message) != 3 or type(message[1]) is not int or message[1] != index:
+            raise _Over("forged", f"not a report on test {index + 1}")
+        if message[0] == "returned":
+            return Report(index, message[2], None, seconds)
+        if message[0] == "digest" and type(message[2]) is bytes:
+            return Report(index, Digest(message[2]), None, seconds)
+        if message[0] == "raised" and type(message[2]) is str:
+            return Report(index, None, message[2][:300], seconds)
+        raise _Over("forged", f"not a report on test {index + 1}")
+
+    def _wait(self, cpu: float, what: str) -> Any:
+        while (message := self._message()) is None:
+            if self._wait_data(cpu, what) and not self._fill():
+                raise _Over("crashed", f"ended during {what}{self._cause()}")
+        return message
+
+    def _wait_data(self, cpu: float, what: str) -> bool:
+        """True when there is something to read; raises when a deadline has passed."""
+        before, cpu_before, waited_before = time.monotonic(), self.child.cpu, self.child.waited
+        readable = bool(select.select([self.channel], [], [], _TICK)[0])
+        self.child.look()
+        now, total = time.monotonic(), self.job.cpu_total
+        ran, queued = self.child.cpu - cpu_before, self.child.waited - waited_before
+        if readable:
+            self.idle = 0.0
+        else:
+            self.idle += max(0.0, now - before - ran - queued)
+        if self.child.cpu - self.mark > cpu or self.child.cpu - self.start > total:
+            used, whole = self.child.cpu - self.mark, self.child.cpu - self.start
+            raise _Over("timeout", f"{what}: {used:.1f} s of CPU, {whole:.1f} s in all")
+        if self.idle > total:
+            raise _Over("timeout", f"{what}: asleep for {self.idle:.1f} s")
+        if now - self.began - (self.child.waited - self.waited) > 3.0 * total + 10.0:
+            raise _Over("timeout", f"{what}: {now - self.began:.1f} s on the clock")
+        return readable
+
+    def _fill(self) -> bool:
+        piece = os.read(self.channel, 1 << 16)
+        self.buffer += piece
+        self.total += len(piece)
+        if self.total > _RUN_BYTES:
+            raise _Over("forged", f"more than {_RUN_BYTES >> 20} MiB of results")
+        return bool(piece)
+
+    def _message(self) -> Any:
+        """The next whole message, or None."""
+        if len(self.buffer) < 4:
+            return None
+        length = int.from_bytes(self.buffer[:4], "little")
+        if length > wire.RESULT.size:
+            raise _Over("forged", f"message of {length} bytes announced")
+        if len(self.buffer) < 4 + length:
+            return None
+        data = bytes(self.buffer[4 : 4 + length])
+        del self.buffer[: 4 + length]
+        try:
+            message = wire.decode(data)
+        except wire.WireError as error:
+            raise _Over("forged", f"message on the channel: {error}") from None
+        if message is None:
+            raise _Over("forged", "an empty message on the channel")
+        return message
+
+    def _cause(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.child.process.wait(2.0)
+            number = -code if code < 0 else code - 128 if code > 128 else 0
+            if number in (signal.SIGXCPU, signal.SIGKILL):
+                return " (killed: over its CPU or memory limit)"
+            if number:
+                return f" (signal {number})"
+            return f" (exit code {code})"
+        return ""
+
+
+def _last_words(stderr: int) -> str:
+    if not select.select([stderr], [], [], 0)[0]:
+        return ""
+    text = os.read(stderr, 4096).decode("utf-8", "replace").strip()
+    return text.splitlines()[-1][:300] if text else ""

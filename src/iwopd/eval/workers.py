@@ -1,0 +1,352 @@
+"""Processes that compare answers, so that a comparison can be ended at any moment: started when needed, killed when late.
+
+Why not `ProcessPoolExecutor`: one stuck or killed worker breaks the whole pool. Why not threads: sympy inside one long
+multiplication listens to nobody. Here each worker talks over its own two pipes, and whatever happens to it, the only answer
+that can suffer is the one it was working on.
+
+Who ends a worker:
+
+- the kernel, when a check has used its CPU time (a timer that the worker sets; it ends the process even inside C code). CPU
+  time, because on a busy machine wall time would fail answers for what the neighbours do;
+- we, with SIGKILL, when there is no reply after a generous multiple of that in wall time;
+- the end of this process, however it comes: the pipe closes, which an idle worker reads and a busy one gets as a signal.
+  (PR_SET_PDEATHSIG would not do: it fires when the starting *thread* ends.)
+
+Linux and other POSIX systems only: Windows has neither these limits nor these signals.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from iwopd.errors import UserError
+
+MEMORY_BYTES = 1 << 30
+"""Address space of a worker; with math-verify loaded it uses about a tenth."""
+
+WALL_FACTOR = 10.0
+WALL_GRACE_SECONDS = 10.0
+"""A check may take `WALL_FACTOR` times its CPU limit in wall time, plus this."""
+
+START_SECONDS = 120.0
+"""Wall time for a worker to start; it takes half a second where nothing else runs."""
+
+CHECKS_PER_WORKER = 500
+"""Then a fresh one takes over: sympy's caches grow."""
+
+_PROGRAM = Path(__file__).with_name("math_worker.py")
+_LONGEST_REPLY = 1 << 20
+
+
+class MathWorkerError(UserError):
+    """Workers cannot be started at all."""
+
+
+class Verdict(NamedTuple):
+    """What a worker says: `status` is correct, wrong, unparsed or timeout, `detail` a sentence why."""
+
+    status: str
+    detail: str
+
+
+class WorkerPool:
+    """Up to `size` workers, started when needed. Call `check` from any thread."""
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"a pool needs at least one worker, got {size}")
+        self.size = size
+        self.started = 0  # in all, for tests and the curious
+        self._free: list[_Worker] = []
+        self._taken: set[_Worker] = set()
+        self._starting = 0
+        self._closed = False
+        self._change = threading.Condition()
+        _pools.add(self)
+
+    def check(self, answer: str, gold: str, timeout: float) -> Verdict:
+        """Compare; the wait for a free worker does not count."""
+        verdict, innocent = self._try(answer, gold, timeout)
+        if innocent:  # a worker that something else ended, or one that was full already: once more, on a new one
+            verdict, _ = self._try(answer, gold, timeout, fresh=True)
+        return verdict
+
+    def _try(self, answer: str, gold: str, timeout: float, *, fresh: bool = False) -> tuple[Verdict, bool]:
+        """A verdict, and whether it may be the fault of something other than this pair."""
+        worker = self._take(fresh=fresh)
+        keep = False
+        try:
+            reply = worker.check(answer, gold, timeout, time.monotonic() + WALL_FACTOR * timeout + WALL_GRACE_SECONDS)
+            keep = reply["exhausted"] is None and worker.checks < CHECKS_PER_WORKER
+            return Verdict(reply["status"], reply["detail"]), reply["exhausted"] == "memory" and worker.checks > 1
+        except _LateError:
+            return Verdict("timeout", f"no verdict within {WALL_FACTOR * timeout + WALL_GRACE_SECONDS:g} s of wall time"), False
+        except _DiedError as died:
+            if died.signal in (signal.SIGPROF, signal.SIGXCPU):
+                return Verdict("timeout", f"no verdict within {timeout:g} s of CPU time"), False
+            return Verdict("timeout", f"no verdict: the worker process {died}, twice"), True
+        finally:  # also after KeyboardInterrupt: a worker with a request under way must never serve again
+            self._give_back(worker, keep=keep)
+
+    def close(self) -> None:
+        """End all workers, busy ones too; checks under way and later ones raise `RuntimeError`."""
+        with self._change:
+            self._closed = True
+            free, taken = self._free, list(self._taken)
+            self._free = []
+            self._change.notify_all()
+        for worker in free:
+            worker.end()
+        for worker in taken:
+            worker.kill()  # the thread that uses it sees the end of the pipe and does the rest
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run now."""
+        with self._change:
+            return [worker.pid for worker in (*self._free, *self._taken)]
+
+    def _take(self, *, fresh: bool) -> _Worker:
+        discarded: list[_Worker] = []
+        with self._change:
+            while True:
+                if not self._open():
+                    raise RuntimeError("the pool of math workers is closed")
+                if fresh and self._free and self._total() >= self.size:
+                    discarded.append(self._free.pop())
+                elif not fresh and self._free:
+                    worker = self._free.pop()
+                    self._taken.add(worker)
+                    return worker
+                if self._total() < self.size:
+                    self._starting += 1
+                    break
+                self._change.wait()
+        try:
+            for old in discarded:
+                old.end()
+            worker = _Worker()
+            worker.wait_until_ready()
+        except BaseException:
+            with self._change:
+                self._starting -= 1
+                self._change.notify()
+            raise
+        with self._change:
+            self._starting -= 1
+            self.started += 1
+            self._taken.add(worker)
+        if not self._open():  # closed while it was starting
+            self._give_back(worker, keep=False)
+            raise RuntimeError("the pool of math workers is closed")
+        return worker
+
+    def _give_back(self, worker: _Worker, *, keep: bool) -> None:
+        if not keep:
+            worker.end()
+        with self._change:
+            self._taken.discard(worker)
+            late = keep and self._closed
+            if keep and not late:
+                self._free.append(worker)
+            self._change.notify()
+        if late:
+            worker.end()
+
+    def _open(self) -> bool:
+        return not self._closed
+
+    def _total(self) -> int:
+        return len(self._free) + len(self._taken) + self._starting
+
+    def _abandon(self) -> None:
+        """In a forked child: the workers are the parent's. Close our copies of the pipes and start over without them."""
+        for worker in (*self._free, *self._taken):
+            worker.forget()
+        self._free, self._taken, self._starting = [], set(), 0
+        self._change = threading.Condition()
+
+
+def shared_pool() -> WorkerPool:
+    """The pool of this process, one worker for each core it may use."""
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = WorkerPool(usable_cores())
+        return _shared
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _LateError(Exception):
+    pass
+
+
+class _DiedError(Exception):
+    def __init__(self, code: int) -> None:
+        self.signal = -code if code < 0 else None
+        name = signal.Signals(-code).name if code < 0 and -code in set(signal.Signals) else str(-code)
+        super().__init__(f"was ended by {name}" if code < 0 else f"ended with exit code {code}")
+
+
+class _Worker:
+    """One process and its pipes. Used by one thread at a time, except for `kill`."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self) -> None:
+        if not sys.executable or importlib.util.find_spec("math_verify") is None:
+            raise MathWorkerError("math answers are checked with math-verify, which is not installed: pip install math-verify")
+        self.checks = 0
+        # -P: not the program's own directory first, which holds a `math.py`. -W: warnings are errors under some test runners.
+        command = [sys.executable, "-P", "-W", "ignore", str(_PROGRAM)]
+        environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}  # the same verdict every time
+        with _fork_lock:  # a fork in another thread must see all of this worker or nothing
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                env=environment,
+                process_group=0,  # Ctrl-C is for us
+            )
+            _workers.add(self)
+        self._sink, self._source = cast(Any, self._process.stdin), cast(Any, self._process.stdout)
+        os.set_blocking(self._sink.fileno(), False)
+        os.set_blocking(self._source.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self) -> None:
+        try:
+            self._greet(time.monotonic() + START_SECONDS)
+        except BaseException:
+            self.end()
+            raise
+
+    def _greet(self, deadline: float) -> None:
+        try:
+            self._send({"path": [entry for entry in sys.path if entry], "memory": MEMORY_BYTES}, deadline)
+            hello = self._receive(deadline)
+        except _LateError:
+            raise MathWorkerError(f"a math worker did not start within {START_SECONDS:g} s") from None
+        except _DiedError as died:
+            raise MathWorkerError(
+                f"a math worker {died} while starting; try: {sys.executable} -c 'import math_verify'"
+            ) from None
+        if "failed" in hello:
+            raise MathWorkerError(f"a math worker cannot import math-verify ({hello['failed']}): pip install math-verify")
+
+    def check(self, answer: str, gold: str, timeout: float, deadline: float) -> dict[str, Any]:
+        self.checks += 1
+        number = next(self._numbers)
+        self._send({"id": number, "answer": answer, "gold": gold, "timeout": timeout}, deadline)
+        reply = self._receive(deadline)
+        if reply.get("id") != number:  # cannot be, and must not pass for an answer if it is
+            raise _DiedError(self.end())
+        return reply
+
+    def kill(self) -> int:
+        """Kill and reap; returns the exit code. Harmless when repeated."""
+        self._process.kill()
+        return self._process.wait()
+
+    def end(self) -> int:
+        """Kill, reap and close; returns the exit code. Harmless when repeated."""
+        code = self.kill()
+        self._sink.close()
+        self._source.close()
+        _workers.discard(self)
+        return code
+
+    def forget(self) -> None:
+        self._process.returncode = 0  # not our child: nothing to wait for
+        self._sink.close()
+        self._source.close()
+
+    def _send(self, message: dict[str, Any], deadline: float) -> None:
+        body = json.dumps(message).encode()
+        data = memoryview(struct.pack(">I", len(body)) + body)
+        while data:
+            self._wait(self._sink, select.POLLOUT, deadline)
+            try:
+                data = data[self._sink.write(data) or 0 :]
+            except BrokenPipeError:
+                raise _DiedError(self._exit_code()) from None
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        size = struct.unpack(">I", self._read_exactly(4, deadline))[0]
+        if size > _LONGEST_REPLY:
+            raise _DiedError(self.end())
+        reply = json.loads(self._read_exactly(size, deadline))
+        assert isinstance(reply, dict)
+        return reply
+
+    def _read_exactly(self, count: int, deadline: float) -> bytes:
+        data = b""
+        while len(data) < count:
+            self._wait(self._source, select.POLLIN, deadline)
+            part = self._source.read(count - len(data))  # None: nothing there after all
+            if part == b"":
+                raise _DiedError(self._exit_code())
+            data += part or b""
+        return data
+
+    def _wait(self, pipe: Any, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(pipe, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000.0):
+            raise _LateError
+
+    def _exit_code(self) -> int:
+        """After the pipe has closed: the process is about to end by itself; its own exit code says why."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        return self.end()
+
+
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+_workers: set[_Worker] = set()
+_shared: WorkerPool | None = None
+_shared_lock = threading.Lock()
+_fork_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    global _shared_lock, _fork_lock
+    _shared_lock, _fork_lock = threading.Lock(), threading.Lock()
+    for pool in _pools:
+        pool._abandon()
+    for worker in _workers:  # those that were just starting
+        worker.forget()
+    _workers.clear()
+
+
+def _end_all() -> None:
+    for pool in list(_pools):
+        pool.close()
+
+
+os.register_at_fork(
+    before=lambda: _fork_lock.acquire(), after_in_parent=lambda: _fork_lock.release(), after_in_child=_after_fork_in_child
+)
+atexit.register(_end_all)

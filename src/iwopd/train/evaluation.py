@@ -1,0 +1,45 @@
+"""Evaluation in training: the same tasks and checkers as `iwopd eval`, and the best checkpoint by one of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from iwopd.config import Config
+from iwopd.eval.runner import evaluate
+from iwopd.eval.task import Task
+from iwopd.train.assembly import Parts
+from iwopd.train.checkpoint import CheckpointStore
+from iwopd.train.metrics import kept_rollouts
+from iwopd.train.rundir import RunDirectory
+from iwopd.train.tracking import Tracker
+from iwopd.types import Rollout
+
+
+def evaluate_tasks(config: Config, parts: Parts, run: RunDirectory, tracker: Tracker, step: int) -> dict[str, float]:
+    """Evaluate every task and write down what came out; accuracy by task."""
+    return {task.name: _evaluate(task, config, parts, run, tracker, step) for task in parts.tasks}
+
+
+def _evaluate(task: Task, config: Config, parts: Parts, run: RunDirectory, tracker: Tracker, step: int) -> float:
+    start = time.perf_counter()
+    sampler = parts.eval_samplers[task.name]
+
+    def write(prompts: Any) -> list[Rollout]:
+        # The same noise at every step and for every method: differences are the model's.
+        return parts.ranks.share(prompts, lambda mine: sampler.sample(mine, seed=config.seed, step=0, samples=task.samples))
+
+    evaluation = evaluate(task, write, parts.tokenizer, samples=task.samples, step=step)
+    if parts.ranks.is_main:
+        tracker.evaluation(evaluation, time.perf_counter() - start)
+        for record in kept_rollouts(config, parts, evaluation, step):
+            run.append("rollouts.jsonl", record)
+    return evaluation.result.mean
+
+
+def keep_best(store: CheckpointStore, best_step: int | None) -> None:
+    """Protect the best checkpoint from retention, and no other."""
+    for step in store.protected() - {best_step}:
+        store.unprotect(step)
+    if best_step is not None and best_step in store.steps():
+        store.protect(best_step)
