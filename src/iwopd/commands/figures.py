@@ -24,8 +24,13 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     import sys
 
+    from iwopd.report import ReportError
     from iwopd.report.page import printable
-    from iwopd.report.paper import write_figures
+
+    try:
+        from iwopd.report.paper import write_figures
+    except ImportError as error:
+        raise ReportError(f"figures need matplotlib ({error}): pip install 'iwopd[figures]'") from None
 
     written, notes = write_figures(options.runs, options.out, file_format=options.format, handoff_file=options.handoff)
     for note in notes.items:

@@ -21,8 +21,8 @@ def burgle(canary: str, port: int, parent: int, variables: list[str]) -> list[st
 
     attempt("read a file", lambda: _opened(canary, os.O_RDONLY))
     attempt("opened a file for writing", lambda: _opened(canary, os.O_WRONLY))
-    attempt("made a file", lambda: _opened(canary + ".new", os.O_WRONLY | os.O_CREAT))
-    attempt("made a file in /tmp", lambda: _opened("/tmp/iwopd-self-test", os.O_WRONLY | os.O_CREAT))
+    attempt("made a file", lambda: _made(canary + ".new"))
+    attempt("made a file in /tmp", lambda: _made(f"/tmp/iwopd-self-test-{parent}"))
     attempt("read the password file", lambda: _opened("/etc/passwd", os.O_RDONLY))
     attempt("listed /proc", lambda: _opened("/proc", os.O_RDONLY))
     attempt("opened a system setting", lambda: _opened("/proc/sys/kernel/hostname", os.O_WRONLY))
@@ -38,6 +38,12 @@ def burgle(canary: str, port: int, parent: int, variables: list[str]) -> list[st
 
 def _opened(path: str, flags: int) -> bool:
     os.close(os.open(path, flags, 0o600))
+    return True
+
+
+def _made(path: str) -> bool:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    os.unlink(path)  # noqa: PTH108 - the burglar is tidy: a sandbox that failed is no reason to leave things about
     return True
 
 

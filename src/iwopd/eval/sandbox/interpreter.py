@@ -8,8 +8,8 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
-BOOT = "import sys; sys.path.insert(0, {root!r}); from sandbox.child import main; del sys.path[0]; main()"
-"""Starts `child`; `root` is the folder that holds this folder."""
+BOOT = "import sys; sys.path.append({root!r}); from sandbox.child import main; sys.path.pop(); main()"
+"""Starts `child`; `root` is the folder that holds this folder. Last on the path: our math.py must not hide Python's."""
 
 
 @cache

@@ -1,0 +1,46 @@
+"""`iwopd reproduce`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+DESCRIPTION = """\
+Redraw the paper's figures and tables on the embedded world: P1 to P10 of the method's list (p1 first or last 30 %, p2
+hand-off, p3 IW-OPD against OPD with controls, p4 size ratio, p5 KL during training, p6 likelihood of prefixes, p7 ideal
+weights, p8 ablations, p9 ExOPD, p10 stronger and weaker teacher), or all of them.
+
+Runs are named by the hash of their settings, made a few at a time, kept, and resumed after an interruption: a second call
+only reads. Differences are paired by lineage, seed and problem, with 95 % intervals over runs and problems."""
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "reproduce",
+        help="redraw the paper's figures and tables on the embedded world",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("items", nargs="+", metavar="ITEM", help="p1 ... p10, or all")
+    parser.add_argument("--seeds", type=int, default=3, help="distillation seeds (default: 3)")
+    parser.add_argument("--lineages", type=int, default=2, help="lineages of teacher and student (default: 2)")
+    parser.add_argument("--first-seed", type=int, default=0, help="number of the first seed")
+    parser.add_argument("--first-lineage", type=int, default=0, help="number of the first lineage")
+    parser.add_argument("--world", default="clean", help="embedded world: clean or drift")
+    parser.add_argument("--steps", type=int, default=40, help="distillation steps")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
+    parser.add_argument("--prompts-per-step", type=int, default=64, help="batch size")
+    parser.add_argument("--problems", type=int, default=1000, help="evaluation problems")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs at a time, one thread each")
+    parser.add_argument("--out", type=Path, default=Path("runs/reproduce"), help="where the runs are kept")
+    parser.add_argument("--markdown", type=Path, help="write the tables as Markdown, too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, rest: list[str]) -> int:
+    from iwopd.analysis.reproduce.command import reproduce
+
+    return reproduce(options)

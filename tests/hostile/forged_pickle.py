@@ -1,0 +1,44 @@
+# Sends a pickle that would run a command, as a message and inside one: nobody unpickles.
+import os
+
+
+def channels():
+    """Every pipe this process can write to."""
+    for number in range(3, 64):
+        try:
+            os.write(number, b"")
+            yield number
+        except OSError:
+            pass
+
+
+def frame(data):
+    return len(data).to_bytes(4, "little") + data
+
+
+def text(word):
+    return b"S" + len(word).to_bytes(4, "little") + word.encode()
+
+
+def report(index, value):
+    return frame(b"U" + (3).to_bytes(4, "little") + text("returned") + b"I\x01\x00\x00\x00" + bytes([index]) + value)
+
+
+END = frame(b"U\x01\x00\x00\x00" + text("end"))
+
+import pickle
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.system, (f"rm -f {self.path}",))
+
+
+def solve(facts):
+    data = pickle.dumps(Bomb(facts["canary"]))
+    for channel in channels():
+        os.write(channel, report(0, b"B" + len(data).to_bytes(4, "little") + data) + frame(data))
+    return Bomb(facts["canary"])

@@ -1,0 +1,4 @@
+# Reads the secret file.
+def solve(facts):
+    with open(facts["canary"]) as file:
+        return file.read()
