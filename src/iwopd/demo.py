@@ -27,6 +27,7 @@ from iwopd.eval.runner import evaluate
 from iwopd.eval.statistics import Interval, bootstrap_interval
 from iwopd.eval.task import Task, one_by_one
 from iwopd.methods import METHODS, TITLES
+from iwopd.report import write_report
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.train.many import Job, run_all
@@ -69,13 +70,15 @@ def run_demo(options: argparse.Namespace) -> int:
     teacher, _ = _accuracy(world, "teacher", options.first_seed)
     curve = _handoff(world, rollouts)
     results = _collect(folders)
+    page = _report(options, folders, base, teacher, curve)
 
     _print_table(console, base, teacher, results, options.seeds)
     _print_handoff(console, curve, base)
     _print_rollout(console, folders)
     _print_meaning(console, base, teacher, results, curve)
     seconds = time.perf_counter() - began
-    console.print(f"\n{seconds:.0f} s; run directories in {options.out}")
+    console.print(f"\n{seconds:.0f} s; run directories in {options.out}", highlight=False)
+    console.print(f"report: open {page} in a browser", highlight=False, soft_wrap=True)
     if options.json:
         print(json.dumps(_as_json(base, teacher, results, curve, seconds, folders)))
     return 0
@@ -131,6 +134,27 @@ def _handoff(world: tiny.World, rollouts: list[Rollout]) -> dict[float, Interval
     teacher = _sampler(world, world.teacher)
     scores = handoff(rollouts, teacher, world.tokenizer, world.check, fractions=FRACTIONS)
     return {fraction: _percent(bootstrap_interval(score)) for fraction, score in scores.items()}
+
+
+def _report(
+    options: argparse.Namespace,
+    folders: dict[tuple[str, int], Path],
+    base: Interval,
+    teacher: Interval,
+    curve: dict[float, Interval],
+) -> Path:
+    """The hand-off curve as a file beside the runs, and the page."""
+    record = {
+        "format": 1,
+        "world": options.world or tiny.DEFAULT_WORLD,
+        "problems": EVAL_PROMPTS,
+        "fractions": {f"{fraction:g}": interval._asdict() for fraction, interval in curve.items()},
+        "student": base._asdict(),
+        "teacher": teacher._asdict(),
+    }
+    handoff_file = options.out / "handoff.json"
+    handoff_file.write_text(json.dumps(record, indent=1) + "\n")
+    return write_report(list(folders.values()), options.out / "report.html", handoff=handoff_file)
 
 
 def _collect(folders: dict[tuple[str, int], Path]) -> dict[str, dict[int, Interval]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import debian
 from iwopd.commands import check_code as command
 from iwopd.errors import UserError
 from iwopd.eval import evalplus
@@ -30,6 +31,8 @@ ADD = "def add(a, b):\n    return a + b\n"
 
 @pytest.fixture(params=["bubblewrap", "landlock"])
 def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "bubblewrap":
+        debian.find("bwrap", "bubblewrap")
     problem = probe.examine(Backend(request.param))
     if problem is not None:
         pytest.skip(f"{request.param} was not exercised: {problem}")

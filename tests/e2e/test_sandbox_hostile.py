@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+import debian
 from iwopd.eval.sandbox import probe
 from iwopd.eval.sandbox.backends import Backend
 
@@ -61,6 +62,8 @@ def user(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["bubblewrap", "landlock"])
 def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "bubblewrap":
+        debian.find("bwrap", "bubblewrap")
     problem = probe.examine(Backend(request.param))
     if problem is not None:
         pytest.skip(f"{request.param} was not exercised: {problem}")

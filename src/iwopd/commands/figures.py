@@ -25,7 +25,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     import sys
 
     from iwopd.report import ReportError
-    from iwopd.report.page import printable
+    from iwopd.report.text import printable
 
     try:
         from iwopd.report.paper import write_figures

@@ -26,7 +26,8 @@ def add(commands: Any) -> None:
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.report import ReportError, write_report
-    from iwopd.report.page import MAX_TOKENS, printable
+    from iwopd.report.page import MAX_TOKENS
+    from iwopd.report.text import printable
     from iwopd.report.watch import watch
 
     max_tokens = MAX_TOKENS if options.max_tokens is None else options.max_tokens

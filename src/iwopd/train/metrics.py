@@ -12,6 +12,7 @@ from iwopd import algo
 from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.config import Config
 from iwopd.eval.runner import Evaluation
+from iwopd.lm import Sequences
 from iwopd.train.learner import Update
 from iwopd.types import Rollout, TokenBatch
 
@@ -33,7 +34,7 @@ def step_metrics(
     mask = signal.mask
     gap, weights = signal.gap[mask], signal.weights[mask]
     lengths = [len(rollout) for rollout in rollouts]
-    profile = algo.position.position_profile(signal.gap, mask, bins=POSITION_BINS, weights=signal.weights)
+    profile = algo.position.position_profile(signal.gap, mask, bins=POSITION_BINS, kl=-signal.gap, weights=signal.weights)
     metrics: dict[str, Any] = {
         "kl/sampled": -_mean(gap),
         "gap/abs_mean": _mean(gap.abs()),
@@ -51,6 +52,8 @@ def step_metrics(
         **{f"policy/{name}": value for name, value in update.stats.as_dict().items()},
         "position/abs_gap": profile.abs_gap.mean.tolist(),
     }
+    if profile.kl is not None:
+        metrics["position/kl"] = profile.kl.mean.tolist()
     if profile.weights is not None:
         metrics["position/weights"] = profile.weights.mean.tolist()
     return metrics
@@ -77,12 +80,14 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
         reference_logprobs=None if reference is None else pad(reference),
         **config.method.signal,
     )
+    divergence = _full_kl(parts, rollouts)
     places = [row for row, rollout in enumerate(evaluation.rollouts) if rollout.sample == 0]
     right = evaluation.result.scores.reshape(-1)
     for row, rollout in enumerate(rollouts):
         length = len(rollout)
         yield {
             "step": step,
+            "task": evaluation.result.task,
             "prompt_id": rollout.prompt.id,
             "prompt": rollout.prompt.text,
             "answer": rollout.prompt.answer,
@@ -95,7 +100,43 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
             "teacher_logprobs": _rounded(teacher[row]),
             "gap": _rounded(signal.gap[row, :length]),
             "weights": _rounded(signal.weights[row, :length]),
+            **({} if divergence is None else {"kl": _rounded(divergence[row])}),
         }
+
+
+@torch.no_grad()
+def _full_kl(parts: Parts, rollouts: Sequence[Rollout]) -> list[Tensor] | None:
+    """KL(student || teacher) [T] over the whole vocabulary at every token; None if a model's head is not the plain one."""
+    student, teacher = parts.student_scorer.lm, parts.teacher_scorer.lm
+    if not (student.fused and teacher.fused):
+        return None
+    (weight, bias), (teacher_weight, teacher_bias) = student.head, teacher.head
+    was_training = student.model.training, teacher.model.training
+    student.model.eval()
+    teacher.model.eval()
+    values = []
+    try:
+        for rollout in rollouts:  # one at a time: a few are kept, and none needs padding
+            sequences = Sequences.build([torch.tensor(rollout.prompt.token_ids)], [rollout.response_ids])
+            with parts.student_scorer.autocast():
+                hidden = student.hidden(sequences.to(student.device))
+            with parts.teacher_scorer.autocast():
+                teacher_hidden = teacher.hidden(sequences.to(teacher.device))
+            kl = algo.token_kl(
+                hidden,
+                weight,
+                teacher_hidden.to(hidden.device),
+                teacher_weight.to(hidden.device),
+                bias=bias,
+                teacher_bias=None if teacher_bias is None else teacher_bias.to(hidden.device),
+                temperature=student.temperature,
+                vocab_size=student.vocab_size,
+            )
+            values.append(kl[0].cpu())
+    finally:
+        student.model.train(was_training[0])
+        teacher.model.train(was_training[1])
+    return values
 
 
 def _mean(values: Tensor) -> float:

@@ -1,0 +1,15 @@
+"""The report: run directories in, one self-contained HTML page (or figures for print) out.
+
+reading      run directories, whatever state they are in, with notes on what is missing
+gathering    runs that differ in nothing but the seed become one group: one label and one style everywhere
+charts       a chart as data; drawn by `assets/charts.js` on the page and by `paper` with matplotlib
+panels/      one module a section of the page: its charts, its words
+packing      rollouts, token by token, in few bytes
+page         templates, content-security policy, the file
+watch        the same again while a run goes on
+"""
+
+from iwopd.report.page import write_report
+from iwopd.report.reading import ReportError
+
+__all__ = ["ReportError", "write_report"]

@@ -1,0 +1,194 @@
+"""Runs that differ in nothing but the seed are one group: one label, one colour and one line style in every chart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from iwopd.config import flatten
+from iwopd.eval.results import method_title
+from iwopd.methods import TITLES
+from iwopd.report.reading import Notes, Run
+
+INCIDENTAL = ("seed", "steps", "threads", "tracking", "checkpoint", "eval", "method", "optim.token_budget")
+"""Settings that do not make a run another method's: they are told apart elsewhere, or change no result."""
+
+FIXED_STYLES = {"OPD": 0, "IW-OPD": 1}
+"""The two that nearly every report has look the same in all of them."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one method, one a seed."""
+
+    label: str
+    style: int
+    """Index into the palette."""
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class TaskCurve:
+    """One group on one task, at every step that all of its runs evaluated."""
+
+    group: Group
+    problem_ids: tuple[str, ...]
+    """N ids, the same for all runs and steps."""
+    by_seed: dict[int, dict[int | None, Tensor]]
+    """Step, then seed: scores [N, K]."""
+
+    @property
+    def steps(self) -> list[int]:
+        return list(self.by_seed)
+
+    def scores(self, step: int) -> Tensor:
+        """[N, seeds x K]."""
+        return torch.cat(list(self.by_seed[step].values()), 1)
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Everything that the panels read."""
+
+    runs: tuple[Run, ...]
+    groups: tuple[Group, ...]
+    tasks: dict[str, tuple[TaskCurve, ...]]
+    notes: Notes
+    handoff: dict[str, Any] | None
+    max_tokens: int
+    """Most response tokens in the token view."""
+
+    def group_of(self, run: Run) -> Group:
+        return next(group for group in self.groups if run in group.runs)
+
+
+def gather(runs: Sequence[Run], notes: Notes, handoff: dict[str, Any] | None, max_tokens: int) -> ReportData:
+    groups = _groups(runs)
+    _note_differences(runs, notes)
+    return ReportData(tuple(runs), groups, _tasks(groups, notes), notes, handoff, max_tokens)
+
+
+def method_label(run: Run) -> str:
+    """The paper's name of a run's method, or its rule with parameters; the run's name where settings are missing."""
+    method = run.setting("method", dict)
+    return run.name if method is None else method_title(method)
+
+
+def folder_handoff(paths: Sequence[Path]) -> Path | None:
+    """`handoff.json` beside the runs, or in the folder that was given."""
+    for path in paths:
+        for folder in (path, path.parent):
+            if (folder / "handoff.json").is_file():
+                return folder / "handoff.json"
+    return None
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
+    members: dict[tuple[str, Any], list[Run]] = {}
+    for run in runs:
+        alone = run.name if not run.config else None  # without settings nobody knows what it belongs to
+        members.setdefault((method_label(run), alone or _identity(run)), []).append(run)
+    split: list[tuple[str, list[Run]]] = []
+    for (label, _), those in members.items():
+        seen: dict[Any, int] = {}
+        rounds: dict[int, list[Run]] = {}
+        for run in those:  # the same seed twice is not a second seed
+            turn = seen.get(run.seed, 0)
+            seen[run.seed] = turn + 1
+            rounds.setdefault(turn, []).append(run)
+        split += [(label, group) for group in rounds.values()]
+    labels = _distinct(split)
+    order = {title: place for place, title in enumerate(TITLES.values())}
+    ranked = sorted(range(len(split)), key=lambda i: (order.get(split[i][0], len(order)), i))
+    taken = {FIXED_STYLES[labels[i]] for i in ranked if labels[i] in FIXED_STYLES}
+    free = iter(style for style in range(len(split) + len(FIXED_STYLES)) if style not in taken)
+    return tuple(
+        Group(labels[i], FIXED_STYLES[labels[i]] if labels[i] in FIXED_STYLES else next(free), tuple(split[i][1]))
+        for i in ranked
+    )
+
+
+def _identity(run: Run) -> tuple[Any, ...]:
+    """The settings that make a run comparable, as something hashable."""
+    return tuple(sorted((name, str(value)) for name, value in flatten(run.config) if not name.startswith(INCIDENTAL)))
+
+
+def _distinct(split: Sequence[tuple[str, list[Run]]]) -> list[str]:
+    """Labels, told apart by the settings in which groups of the same method differ, or else by their runs' names."""
+    labels = []
+    for label, runs in split:
+        same = [other for other in split if other[0] == label]
+        if len(same) > 1:
+            identities = [dict(_identity(other[0])) for _, other in same]
+            mine = dict(_identity(runs[0]))
+            differing = [name for name in mine if any(other.get(name) != mine[name] for other in identities)]
+            detail = ", ".join(f"{name} {mine[name]}" for name in differing[:2])
+            texts = [", ".join(f"{name} {other.get(name)}" for name in differing[:2]) for other in identities]
+            label = f"{label} ({detail if differing and texts.count(detail) == 1 else runs[0].name})"
+        labels.append(label)
+    return labels
+
+
+# --- tasks --------------------------------------------------------------------------------------------------------------
+
+
+def _tasks(groups: Sequence[Group], notes: Notes) -> dict[str, tuple[TaskCurve, ...]]:
+    names = list(dict.fromkeys(result.task for group in groups for run in group.runs for result in run.evals))
+    tasks = {}
+    for name in names:
+        curves = [curve for group in groups if (curve := _curve(group, name, notes)) is not None]
+        if curves:
+            tasks[name] = tuple(curves)
+        absent = [run.name for group in groups for run in group.runs if all(one.task != name for one in run.evals)]
+        if absent and len(names) > 1:
+            notes.add(
+                ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else ""),
+                f"not evaluated on the task {name!r}: not compared with the runs that were",
+            )
+        if len({curve.problem_ids for curve in curves}) > 1:
+            notes.add(name, "the runs were evaluated on different problems: differences between them are not paired")
+    return tasks
+
+
+def _curve(group: Group, task: str, notes: Notes) -> TaskCurve | None:
+    ids: tuple[str, ...] | None = None
+    by_seed: dict[int | None, dict[int, Tensor]] = {}
+    for run in group.runs:
+        results = [one for one in run.evals if one.task == task]
+        if not results:
+            continue
+        ids = results[0].problem_ids if ids is None else ids
+        fitting = {one.step: one.scores for one in results if one.problem_ids == ids and one.step is not None}
+        if len(fitting) < len(results):
+            notes.add(run.name, f"{len(results) - len(fitting)} evaluations on {task!r} are of other problems and are left out")
+        if fitting:
+            by_seed[run.seed] = fitting
+    if ids is None or not by_seed:
+        return None
+    everywhere = set.intersection(*(set(steps) for steps in by_seed.values()))
+    if any(set(steps) != everywhere for steps in by_seed.values()):
+        notes.add(group.label, "its seeds were not evaluated at the same steps; the curve has the steps that all share")
+    scores = {step: {seed: steps[step] for seed, steps in by_seed.items()} for step in sorted(everywhere)}
+    return TaskCurve(group, ids, scores) if scores else None
+
+
+def _note_differences(runs: Sequence[Run], notes: Notes) -> None:
+    """Say so where runs on one page are not of one experiment."""
+    for what, values in {
+        "embedded worlds": {run.name: run.setting("models.world", str) for run in runs},
+        "students": {run.name: run.setting("models.student", str) for run in runs},
+        "teachers": {run.name: run.setting("models.teacher", str) for run in runs},
+        "training prompts": {run.name: run.about.get("data") for run in runs},
+    }.items():
+        known = {name: str(value) for name, value in values.items() if value is not None}
+        if len(set(known.values())) > 1:
+            listed = "; ".join(f"{name}: {value}" for name, value in known.items())
+            notes.add("comparison", f"the runs have different {what}, so a difference may not be the method's ({listed})")

@@ -1,0 +1,176 @@
+"""The file: one HTML page that asks nothing of the network and trusts nothing that a model wrote.
+
+Text reaches the page in two ways: through templates with autoescape on, and as JSON in `<script type="application/json">` with
+every `<` escaped. The content-security policy allows exactly the scripts and the style sheets that are in the file, by their
+hashes, and neither `unsafe-inline` nor `unsafe-eval`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+import iwopd
+from iwopd.report.charts import DARK, DASHES, LIGHT, MARKERS
+from iwopd.report.gathering import ReportData, folder_handoff, gather
+from iwopd.report.panel import Panel
+from iwopd.report.panels import build_panels
+from iwopd.report.reading import Notes, ReportError, read_handoff, read_runs
+from iwopd.report.text import printable
+from iwopd.train.filesystem import write_atomic
+
+MAX_TOKENS = 1_200_000
+"""Response tokens in the token view: some 15 MB, so that a page stays below 20."""
+SCRIPTS = ("vendor/plotly-basic.min.js", "page.js", "charts.js", "tokens.js")
+GENERATOR = "iwopd report"
+
+
+@dataclass(frozen=True)
+class Inline:
+    """A script or style sheet that goes into the page, with its hash for the policy."""
+
+    text: str
+
+    @property
+    def source(self) -> str:
+        digest = base64.b64encode(hashlib.sha256(self.text.encode("utf-8")).digest()).decode("ascii")
+        return f"'sha256-{digest}'"
+
+
+def write_report(
+    runs: Sequence[Path],
+    out: Path,
+    *,
+    handoff: Path | None = None,
+    max_tokens: int = MAX_TOKENS,
+    refresh: float | None = None,
+) -> Path:
+    """Write the page on these run directories to `out` and return its path.
+
+    `handoff` is the demo's hand-off curve; by default `handoff.json` beside the runs, if it is there. `refresh` makes the page
+    load itself anew every so many seconds. Raises `ReportError` if nothing can be read or `out` cannot be written.
+    """
+    check_out(out)
+    data = read_data(runs, handoff=handoff, max_tokens=max_tokens)
+    text = render(data, build_panels(data), refresh=refresh)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, text)
+    except OSError as error:
+        raise ReportError(f"cannot write {printable(str(out))}: {error.strerror}; choose another file with -o") from None
+    return out
+
+
+def read_data(runs: Sequence[Path], *, handoff: Path | None = None, max_tokens: int = MAX_TOKENS) -> ReportData:
+    notes = Notes()
+    found = read_runs(runs, notes)
+    curve = handoff or folder_handoff(runs)
+    return gather(found, notes, read_handoff(curve, notes) if curve else None, max_tokens)
+
+
+def check_out(out: Path) -> None:
+    """Refuse to write over something that is not a report."""
+    if out.is_dir():
+        raise ReportError(
+            f"{printable(str(out))} is a directory; give a file with -o, e.g. {printable(str(out / 'report.html'))}"
+        )
+    if out.exists():
+        with out.open("rb") as file:
+            if out.stat().st_size and GENERATOR.encode() not in file.read(4096):
+                raise ReportError(f"{printable(str(out))} is there and is not a report; choose another file with -o")
+
+
+def render(data: ReportData, panels: Sequence[Panel], *, refresh: float | None = None, made: datetime | None = None) -> str:
+    """The page as text that UTF-8 can hold."""
+    scripts = [Inline(_asset(name)) for name in SCRIPTS]
+    styles = [Inline(_asset("report.css") + _palette()), Inline("")]
+    charts = {chart.id: chart.as_json() for panel in panels for chart in panel.charts}
+    blocks = {"charts": charts, **{panel.id: panel.data for panel in panels if panel.data is not None}}
+    page = {"refresh": refresh, "light": LIGHT, "dark": DARK, "dashes": DASHES, "markers": MARKERS}
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            title=_title(data),
+            generator=f"{GENERATOR} {iwopd.__version__}",
+            version=iwopd.__version__,
+            made=(made or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
+            policy=_policy(scripts, styles),
+            style=Markup(styles[0].text),
+            scripts=[Markup(script.text) for script in scripts],
+            blocks={name: Markup(as_script_json(block)) for name, block in {"page": page, **blocks}.items()},
+            panels=panels,
+            groups=data.groups,
+            runs=data.runs,
+            notes=data.notes.items,
+            refresh=refresh,
+        )
+    )
+
+
+def as_script_json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in, whatever strings it holds; lone surrogates stay escaped."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _title(data: ReportData) -> str:
+    if len(data.runs) == 1:
+        return data.runs[0].name
+    labels = [group.label for group in data.groups]
+    return " · ".join(labels) if len(labels) <= 5 else f"{len(labels)} methods, {len(data.runs)} runs"
+
+
+def _policy(scripts: Sequence[Inline], styles: Sequence[Inline]) -> str:
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {' '.join(script.source for script in scripts)}",
+            f"style-src {' '.join(style.source for style in styles)}",
+            "img-src data: blob:",
+            "connect-src 'none'",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+
+
+def _palette() -> str:
+    """A class a style, for chips and lines outside of charts."""
+    colours = "".join(
+        f"--s{place}:light-dark({light},{dark});" for place, (light, dark) in enumerate(zip(LIGHT, DARK, strict=True))
+    )
+    classes = "".join(f".s{place}{{color:var(--s{place})}}" for place in range(len(LIGHT)))
+    return f":root{{{colours}}}{classes}\n"
+
+
+def _asset(name: str) -> str:
+    return resources.files("iwopd.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("iwopd.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+    )
+    environment.filters["points"] = lambda value: f"{value:+.1f}".replace("-", "−")
+    environment.filters["percent"] = lambda value: f"{value:.1f}"
+    environment.filters["p"] = lambda value: "< 0.001" if value < 0.001 else f"{value:.3f}"
+    environment.globals |= {"str_type": str, "int_type": int}
+    environment.globals["dash"] = lambda style: DASHES[style % len(DASHES)]
+    environment.globals["colour"] = lambda style: style % len(LIGHT)
+    return environment

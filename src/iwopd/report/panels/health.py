@@ -1,0 +1,161 @@
+"""Was the training sound? What an experienced eye checks first, as a table and as curves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from iwopd.report.charts import Axis, Chart, Series
+from iwopd.report.gathering import Group, ReportData
+from iwopd.report.panel import Panel
+from iwopd.report.reading import number
+from iwopd.report.series import SEED_BAND, all_values, metric_series
+
+CURVES = (
+    ("loss", "loss", "Loss", Axis("loss"), 1.0, "The clipped surrogate, a mean over the step's supervised tokens."),
+    ("grad_norm", "gradient", "Gradient norm", Axis("norm", zero=True), 1.0, "Before clipping."),
+    (
+        "policy/clip_fraction",
+        "clipping",
+        "Clip fraction",
+        Axis("tokens", percent=True, zero=True),
+        100.0,
+        "Tokens at the PPO clip. Above a fifth or so, an update moves further than its data supports.",
+    ),
+    (
+        "policy/approx_kl",
+        "policy-kl",
+        "Move within a step",
+        Axis("KL, nats per token", zero=True),
+        1.0,
+        "Approximate KL of the updated policy to the one that wrote the rollouts. Not the distance to the teacher.",
+    ),
+    ("rollout/length_mean", "length", "Answer length", Axis("tokens", zero=True), 1.0, "Mean tokens of a response."),
+    (
+        "rollout/truncated",
+        "truncation",
+        "Cut off",
+        Axis("answers", percent=True, zero=True),
+        100.0,
+        "Answers that reached the length limit. Their last tokens are no endings.",
+    ),
+    (
+        "rollout/entropy_sampled",
+        "entropy",
+        "Entropy",
+        Axis("nats per token", zero=True),
+        1.0,
+        "Single-sample estimate of the student's entropy. A fall to zero means that sampling has stopped exploring.",
+    ),
+    (
+        "teacher/floored",
+        "floored",
+        "Impossible tokens",
+        Axis("tokens", zero=True),
+        1.0,
+        "Tokens that the teacher gives no probability.",
+    ),
+    (
+        "update/skipped",
+        "skipped",
+        "Skipped updates",
+        Axis("updates", zero=True),
+        1.0,
+        "Left out: loss or gradient was not finite.",
+    ),
+    (
+        "throughput/tokens_per_second",
+        "throughput",
+        "Throughput",
+        Axis("tokens per second", zero=True),
+        1.0,
+        "Response tokens by whole step.",
+    ),
+)
+STAGES = ("rollout", "teacher", "signal", "update")
+
+
+def build(data: ReportData) -> Panel | None:
+    if not any(run.metrics for run in data.runs):
+        data.notes.add("training health", "no run has metrics")
+        return None
+    charts: list[Chart] = []
+    quiet: list[str] = []
+    for metric, name, title, axis, scale, caption in CURVES:
+        series = tuple(one for group in data.groups if (one := metric_series(group, metric, scale)) is not None)
+        values = all_values(series)
+        if values and max(values) == min(values):
+            quiet.append(f"{title.lower()} {values[0]:.4g}{' %' if axis.percent else ''}")
+        elif values:
+            band = SEED_BAND if any(one.low is not None for one in series) else ""
+            charts.append(Chart(f"health-{name}", title, Axis("step"), axis, series, caption, band=band))
+    stages = _stages(data)
+    if stages is not None:
+        charts.append(stages)
+    return Panel(
+        "health",
+        "Training health",
+        "Was the training sound? These numbers warn of a broken run; they do not tell which method is better.",
+        tuple(charts),
+        "health.html.j2",
+        {"rows": [_row(group) for group in data.groups if any(run.metrics for run in group.runs)], "quiet": quiet},
+    )
+
+
+def _row(group: Group) -> dict[str, Any]:
+    """One line of the table at a glance, over all seeds of a group."""
+    records = [record for run in group.runs for record in run.metrics]
+
+    def values(name: str) -> list[float]:
+        return [value for record in records if (value := number(record.get(name))) is not None]
+
+    def mean(name: str) -> float | None:
+        found = values(name)
+        return sum(found) / len(found) if found else None
+
+    def most(name: str) -> float | None:
+        return max(values(name), default=None)
+
+    planned = [run.steps for run in group.runs]
+    return {
+        "label": group.label,
+        "style": group.style,
+        "steps": ", ".join(
+            f"{run.step} of {steps}" if steps else str(run.step) for run, steps in zip(group.runs, planned, strict=True)
+        ),
+        "skipped": sum(values("update/skipped")) if values("update/skipped") else None,
+        "clip": most("policy/clip_fraction"),
+        "gradient": most("grad_norm"),
+        "truncated": mean("rollout/truncated"),
+        "length": mean("rollout/length_mean"),
+        "floored": sum(values("teacher/floored")) if values("teacher/floored") else None,
+        "seconds": mean("time/step"),
+    }
+
+
+def _stages(data: ReportData) -> Chart | None:
+    """Seconds of a mean step by stage, one bar a group."""
+    means: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    labels = []
+    for group in data.groups:
+        columns = {
+            stage: [value for run in group.runs for value in run.column(f"time/{stage}")[1] if value is not None]
+            for stage in STAGES
+        }
+        if any(columns.values()):
+            labels.append(group.label)
+            for stage, column in columns.items():
+                means[stage].append(sum(column) / len(column) if column else 0.0)
+    if not labels:
+        return None
+    places = list(range(len(labels)))
+    return Chart(
+        "health-stages",
+        "Time by stage",
+        Axis("seconds per step", zero=True),
+        Axis(""),
+        tuple(Series(stage, place, places, means[stage]) for place, stage in enumerate(STAGES)),
+        "Mean seconds of a step: writing answers, scoring them, making the signal, updating. Runs that shared the machine slow "
+        "each other down, so compare the parts of a bar rather than the bars. Evaluations and checkpoints are not in it.",
+        kind="stack",
+        bars=tuple(labels),
+    )

@@ -1,0 +1,68 @@
+"""Did it learn? Accuracy over training, and how far the student stays from its teacher."""
+
+from __future__ import annotations
+
+from iwopd.report.charts import Axis, Chart
+from iwopd.report.gathering import ReportData
+from iwopd.report.panel import Panel
+from iwopd.report.series import PROBLEM_BAND, SEED_BAND, accuracy_series, metric_series
+
+DISTANCES = (
+    (
+        "kl/sampled",
+        "kl",
+        "Distance to the teacher",
+        "lp₀ − lp_T, nats per token",
+        "Student minus teacher log-prob on training rollouts, an estimate of the reverse KL. It is no measure of skill.",
+    ),
+    (
+        "gap/abs_mean",
+        "gap",
+        "Size of the disagreement",
+        "|lp_T − lp₀|, nats per token",
+        "Mean absolute gap between the two log-probs. The weights of IW-OPD are made of it.",
+    ),
+)
+
+
+def build(data: ReportData) -> Panel | None:
+    charts = [*_accuracy(data), *_distances(data)]
+    if not charts:
+        data.notes.add("learning curves", "no run has an evaluation or a metric to draw")
+        return None
+    if not data.tasks:
+        data.notes.add("learning curves", "no run was evaluated: accuracy over training is not known")
+    lead = "Did it learn? Step 0 is the student before distillation."
+    if len(data.groups) > 1 and len({(run.about.get("data"), run.seed) for run in data.runs}) == 1:
+        lead += " All methods saw the same prompts in the same order."
+    return Panel("learning", "Learning curves", lead, tuple(charts))
+
+
+def _accuracy(data: ReportData) -> list[Chart]:
+    charts = []
+    for place, (task, curves) in enumerate(data.tasks.items()):
+        problems = sorted({len(curve.problem_ids) for curve in curves})
+        charts.append(
+            Chart(
+                f"accuracy-{place}",
+                f"Accuracy on {task}",
+                Axis("step"),
+                Axis("right answers", percent=True),
+                tuple(accuracy_series(curve) for curve in curves),
+                f"Share of right answers to {' or '.join(map(str, problems))} problems. An interval over problems says how far "
+                "other problems would move the number; it does not cover another seed or another pair of models.",
+                band=PROBLEM_BAND,
+                markers=True,
+            )
+        )
+    return charts
+
+
+def _distances(data: ReportData) -> list[Chart]:
+    charts = []
+    for metric, name, title, unit, caption in DISTANCES:
+        series = tuple(one for group in data.groups if (one := metric_series(group, metric)) is not None)
+        if series:
+            band = SEED_BAND if any(one.low is not None for one in series) else ""
+            charts.append(Chart(name, title, Axis("step"), Axis(unit, zero=True), series, caption, band=band))
+    return charts

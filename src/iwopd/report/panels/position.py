@@ -1,0 +1,68 @@
+"""Where in the answers does the teacher's signal go? Gap, KL and weights along the answer, as the runs recorded them."""
+
+from __future__ import annotations
+
+from iwopd.report.charts import Axis, Chart, Series
+from iwopd.report.gathering import ReportData
+from iwopd.report.panel import Panel
+from iwopd.report.series import all_values, position_series, window_steps
+
+QUANTITIES = (
+    ("position/abs_gap", "abs-gap", "Disagreement |gap|", "nats per token", "Mean absolute gap between teacher and student."),
+    (
+        "position/kl",
+        "kl",
+        "Distance lp₀ − lp_T",
+        "nats per token",
+        "Mean of student minus teacher log-prob: the single-sample estimate of the reverse KL.",
+    ),
+    ("position/weights", "weights", "Token weights", "weight", "Mean weight that the run's own method gave."),
+)
+PARTS = {"first": "at the start", "last": "at the end"}
+
+
+def build(data: ReportData) -> Panel | None:
+    charts: list[Chart] = []
+    for metric, name, title, unit, caption in QUANTITIES:
+        drawn = {part: _series(data, metric, part) for part in PARTS}
+        if not any(drawn.values()):
+            data.notes.add("position", f"no run recorded {metric}")
+            continue
+        values = all_values([one for series in drawn.values() for one in series])
+        room = 0.06 * (max(values) - min(0.0, *values)) or 1.0
+        limits = (min(0.0, *values) - (room if min(values) < 0 else 0), max(values) + room)  # shared: the two are compared
+        charts += [
+            Chart(
+                f"position-{name}-{part}",
+                f"{title} {PARTS[part]}",
+                Axis("part of the answer", percent=True, range=(0, 100)),
+                Axis(unit, range=limits),
+                tuple(series),
+                f"{caption} {_steps(data, part)}",
+                markers=True,
+            )
+            for part, series in drawn.items()
+            if series
+        ]
+    if not charts:
+        return None
+    return Panel(
+        "position",
+        "Along the answer",
+        "Where does the teacher's signal go? Every answer is cut into equal parts, and each part's tokens are averaged "
+        "over the training rollouts of the first and of the last tenth of the steps. These averages hide that answers drift at "
+        "different places; the token view below shows single answers.",
+        tuple(charts),
+    )
+
+
+def _series(data: ReportData, metric: str, part: str) -> list[Series]:
+    return [found[0] for group in data.groups if (found := position_series(group, metric, part)) is not None]
+
+
+def _steps(data: ReportData, part: str) -> str:
+    spans = {(steps[0], steps[-1]) for run in data.runs if run.metrics and (steps := window_steps(run, part))}
+    if len(spans) == 1:
+        first, last = next(iter(spans))
+        return f"Step {first}." if first == last else f"Steps {first} to {last}."
+    return f"The {part} tenth of each run's steps."

@@ -1,0 +1,172 @@
+"""Which method came out where, and is a difference real? The statistics are those of `analysis.compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from iwopd.analysis.compare import Comparison, Difference, compare, points, sentence
+from iwopd.eval.results import ModelResults, ResultsError, TaskResults
+from iwopd.eval.statistics import holm
+from iwopd.report.gathering import ReportData, TaskCurve
+from iwopd.report.panel import Panel
+from iwopd.report.series import interval, score_key
+from iwopd.types import EvalResult
+
+Side = tuple[str, TaskCurve, int]
+"""Name, curve and step of one side of a comparison."""
+BEFORE = "before training"
+_memory: dict[str, Comparison] = {}
+"""`--watch` asks for the same comparisons again and again."""
+LEVEL = 0.05
+
+
+def build(data: ReportData) -> Panel:
+    tables = [_table(task, curves, data) for task, curves in data.tasks.items()]
+    seeds = sorted({run.seed for run in data.runs if run.seed is not None})
+    facts = [_count(len(data.runs), "run"), _count(len(data.groups), "method"), _count(len(seeds), "seed")]
+    return Panel(
+        "summary",
+        "Summary",
+        "",
+        template="summary.html.j2",
+        context={"tables": tables, "facts": facts, "several_seeds": len(seeds) > 1},
+    )
+
+
+def _table(task: str, curves: Sequence[TaskCurve], data: ReportData) -> dict[str, Any]:
+    reference = next((curve for curve in curves if curve.group.label == "OPD"), curves[0])
+    pairs = {curve.group.label: _against(task, curve, reference, data) for curve in curves if curve is not reference}
+    whole = _together([pair for pair in pairs.values() if pair is not None])
+    differences = {one.group: one for one in whole.differences} if whole else {}
+    rows = []
+    for curve in curves:
+        last = curve.steps[-1]
+        difference = differences.get(curve.group.label)
+        step = _common_step(curve, reference)
+        row = {
+            "label": curve.group.label,
+            "style": curve.group.style,
+            "runs": len(curve.by_seed[last]),
+            "step": last,
+            "start": interval(curve.scores(0)) if 0 in curve.steps else None,
+            "final": interval(curve.scores(last)),
+            "gain": _gain(task, curve, data),
+            "difference": difference,
+            "early": step if difference is not None and step != max(last, reference.steps[-1]) else None,
+            "verdict": "reference" if curve is reference else _verdict(difference),
+        }
+        rows.append(row)
+    return {
+        "task": task,
+        "reference": reference.group.label,
+        "rows": rows,
+        "problems": len(reference.problem_ids),
+        "words": _words(rows, reference.group.label),
+        "sentences": [sentence(one, whole) for one in whole.differences] if whole else [],
+        "notes": list(dict.fromkeys(note for pair in pairs.values() if pair for note in pair.notes)),
+        "compared": len(whole.differences) if whole else 0,
+    }
+
+
+def _against(task: str, curve: TaskCurve, reference: TaskCurve, data: ReportData) -> Comparison | None:
+    """At the last step that both have; None where the two cannot be compared."""
+    step = _common_step(curve, reference)
+    if step is None:
+        data.notes.add(curve.group.label, f"no trained step in common with {reference.group.label}: not compared on {task!r}")
+        return None
+    if step < max(curve.steps[-1], reference.steps[-1]):
+        data.notes.add(curve.group.label, f"compared with {reference.group.label} at step {step}, the last that both reached")
+    return _compared(task, (reference.group.label, reference, step), (curve.group.label, curve, step), data)
+
+
+def _common_step(curve: TaskCurve, reference: TaskCurve) -> int | None:
+    """The last step, after training began, at which both were evaluated."""
+    return max((set(curve.steps) & set(reference.steps)) - {0}, default=None)
+
+
+def _gain(task: str, curve: TaskCurve, data: ReportData) -> Difference | None:
+    """Against the student before training."""
+    last = curve.steps[-1]
+    if 0 not in curve.steps or last == 0:
+        return None
+    found = _compared(task, (BEFORE, curve, 0), (curve.group.label, curve, last), data)
+    return found.differences[0] if found else None
+
+
+def _compared(task: str, base: Side, other: Side, data: ReportData) -> Comparison | None:
+    results = [(name, one) for name, curve, step in (base, other) for one in _results(task, curve, step)]
+    key = repr([(name, one.step, one.path, one.seed, score_key(one.tasks[task].result.scores)) for name, one in results])
+    if key in _memory:
+        return _memory[key]
+    try:
+        found = compare(results, baseline=base[0], tasks=[task])
+    except ResultsError as error:
+        data.notes.add("comparison", str(error))
+        return None
+    _memory[key] = found
+    return found
+
+
+def _results(task: str, curve: TaskCurve, step: int) -> list[ModelResults]:
+    """What `compare` takes: one a seed. Groups are given by name, so that recipe and student need not tell them apart."""
+    paths = {run.seed: run.path for run in curve.group.runs}
+    return [
+        ModelResults(
+            path=paths[seed],
+            kind="run",
+            method=curve.group.label,
+            student=None,
+            seed=seed,
+            step=step,
+            settings={},
+            recipe={},
+            tasks={task: TaskResults(EvalResult(task, curve.problem_ids, scores, step))},
+        )
+        for seed, scores in curve.by_seed[step].items()
+    ]
+
+
+def _together(pairs: Sequence[Comparison]) -> Comparison | None:
+    """Comparisons of pairs as one table, with p corrected for all of them."""
+    differences = [one for pair in pairs for one in pair.differences]
+    if not differences:
+        return None
+    corrected = holm([one.p_value for one in differences])
+    return replace(pairs[0], differences=tuple(replace(one, holm=p) for one, p in zip(differences, corrected, strict=True)))
+
+
+def _verdict(difference: Difference | None) -> str:
+    if difference is None:
+        return "not comparable"
+    if difference.holm < LEVEL:
+        return "higher" if difference.interval.mean > 0 else "lower"
+    return "no difference shown"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _words(rows: Sequence[dict[str, Any]], reference: str) -> list[str]:
+    """The table in a sentence or two, for those who read no tables."""
+    lines = []
+    learned = [row for row in rows if row["gain"] is not None and row["gain"].interval.low > 0]
+    if any(row["gain"] is not None for row in rows):
+        names = ", ".join(row["label"] for row in learned)
+        rest = ", ".join(row["label"] for row in rows if row["gain"] is not None and row not in learned)
+        lines.append(
+            (f"Learned something: {names}." if learned else "No method shows a gain over the student before training.")
+            + (f" No gain shown: {rest}." if learned and rest else "")
+        )
+    found = [row for row in rows if row["difference"] is not None]
+    if found:
+        clauses = [
+            f"{row['label']} {points(row['difference'].interval.mean)} points"
+            + (f" at step {row['early']}" if row["early"] else "")
+            + (" (no difference shown)" if row["verdict"] == "no difference shown" else "")
+            for row in found
+        ]
+        lines.append(f"Against {reference}: {', '.join(clauses)}.")
+    return lines

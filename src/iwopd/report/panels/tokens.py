@@ -1,0 +1,77 @@
+"""The token view: single answers, every token with its numbers. Drawn in the browser, one rollout at a time."""
+
+from __future__ import annotations
+
+from iwopd.report.gathering import ReportData
+from iwopd.report.packing import DRIFT, STEPS, Packed, TokenTable, pack_rollout
+from iwopd.report.panel import Panel
+from iwopd.report.reading import Run, read_log
+
+
+def build(data: ReportData) -> Panel | None:
+    table = TokenTable()
+    packed = {run.name: _pack(run, table, data) for run in data.runs}
+    kept = _within_limit(packed, data)
+    if not any(kept.values()):
+        data.notes.add("token view", "no run kept a rollout that can be read")
+        return None
+    runs = [
+        {
+            "name": run.name,
+            "label": data.group_of(run).label,
+            "style": data.group_of(run).style,
+            "rollouts": [one.as_json() for one in kept[run.name]],
+        }
+        for run in data.runs
+        if kept[run.name]
+    ]
+    return Panel(
+        "tokens",
+        "Token by token",
+        "Single answers of the student, as it wrote them in the evaluations. Choose one and see where it drifts from its "
+        "teacher, and which weights the run's own method gives.",
+        template="tokens.html.j2",
+        context={"drift": DRIFT, "total": sum(len(rollouts) for rollouts in kept.values())},
+        data={"runs": runs, "table": table.blob(), "steps": STEPS, "drift": DRIFT},
+    )
+
+
+def _pack(run: Run, table: TokenTable, data: ReportData) -> list[Packed]:
+    rollouts: list[Packed] = []
+    bad = 0
+    for record in read_log(run.path / "rollouts.jsonl", run.name, data.notes):
+        packed = pack_rollout(record, table)
+        if packed is None:
+            bad += 1
+        else:
+            rollouts.append(packed)
+    if bad:
+        data.notes.add(run.name, f"rollouts.jsonl: {bad} rollouts have no readable tokens and are left out")
+    if rollouts:
+        names = {"gap": "gap", "weight": "weights", "kl": "KL", "teacher": "teacher log-probs", "student": "student log-probs"}
+        lacking = [words for column, words in names.items() if any(column not in one.columns for one in rollouts)]
+        if lacking:
+            data.notes.add(run.name, f"rollouts.jsonl: some rollouts have no {', '.join(lacking)} for their tokens")
+    return rollouts
+
+
+def _within_limit(packed: dict[str, list[Packed]], data: ReportData) -> dict[str, list[Packed]]:
+    """Each run's share of the limit, filled with its last evaluation, then its first, then the others from the end."""
+    share = data.max_tokens // max(1, sum(bool(rollouts) for rollouts in packed.values()))
+    kept = {}
+    for name, rollouts in packed.items():
+        steps = sorted({one.step for one in rollouts}, reverse=True)
+        order = steps[:1] + steps[-1:] + steps[1:-1] if len(steps) > 1 else steps
+        chosen, room = set(), share
+        for place in sorted(range(len(rollouts)), key=lambda place: (order.index(rollouts[place].step), place)):
+            if rollouts[place].length <= room:
+                chosen.add(place)
+                room -= rollouts[place].length
+        kept[name] = [one for place, one in enumerate(rollouts) if place in chosen]
+        if len(chosen) < len(rollouts):
+            data.notes.add(
+                name,
+                f"the token view holds {len(chosen)} of {len(rollouts)} kept rollouts, to keep the page small: the last and "
+                "the first evaluation come first; --max-tokens takes more",
+            )
+    return kept

@@ -1,0 +1,220 @@
+"""Figures for papers: the page's charts with matplotlib, in column widths, with embedded fonts and colour-blind-safe styles."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from iwopd.report.charts import DASHES, LIGHT, MARKERS, Axis, Chart, Series
+from iwopd.report.gathering import ReportData
+from iwopd.report.page import read_data
+from iwopd.report.panel import Panel
+from iwopd.report.panels import handoff, health, learning, position
+from iwopd.report.reading import Notes, ReportError
+from iwopd.report.text import printable
+
+COLUMN, PAGE = 3.25, 6.75
+"""Inches: one column and the full width of a two-column page."""
+FORMATS = ("pdf", "svg", "png")
+Format = Literal["pdf", "svg", "png"]
+
+PANELS: tuple[Callable[[ReportData], Panel | None], ...] = (learning.build, position.build, handoff.build, health.build)
+
+STYLE: Any = {
+    "pdf.fonttype": 42,  # TrueType, as journals ask: text stays text
+    "svg.fonttype": "path",
+    "svg.hashsalt": "iwopd",  # the same numbers give the same file
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so figures are the same on every machine
+    "text.parse_math": False,  # a run may be called $x$
+    "font.size": 7.5,
+    "axes.titlesize": 8,
+    "axes.labelsize": 7.5,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.5,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 3.2,
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,
+    "hatch.linewidth": 0.5,
+    "savefig.dpi": 300,
+}
+LINES: dict[str, Any] = {
+    "solid": "-",
+    "dash": (0, (4.5, 1.8)),
+    "dot": (0, (1.2, 1.4)),
+    "dashdot": (0, (4.5, 1.6, 1.2, 1.6)),
+    "longdash": (0, (8, 2)),
+    "longdashdot": (0, (8, 2, 1.2, 2)),
+}
+SIGNS = dict(zip(MARKERS, ("o", "s", "D", "^", "P", "X", "v", "*"), strict=True))
+HATCHES = ("", "////", "xxxx", "....")
+STAGE_TONES = tuple(LIGHT[place] for place in (0, 4, 5, 2))
+
+
+def write_figures(
+    runs: Sequence[Path], folder: Path, *, file_format: Format = "pdf", handoff_file: Path | None = None
+) -> tuple[list[Path], Notes]:
+    """A file a chart in one column's width, and a sheet a panel in the page's width; also what was missing."""
+    if file_format not in FORMATS:
+        raise ReportError(f"unknown format {file_format!r}; choose from {', '.join(FORMATS)}")
+    data = read_data(runs, handoff=handoff_file)
+    panels = [panel for build in PANELS if (panel := build(data)) is not None and panel.charts]
+    if not panels:
+        raise ReportError("the runs have nothing to draw: no evaluation and no metric could be read")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _style():
+            written = [_save(figure, folder / f"{name}.{file_format}") for panel in panels for name, figure in _figures(panel)]
+    except OSError as error:
+        raise ReportError(f"cannot write figures to {printable(str(folder))}: {error.strerror}; choose another -o") from None
+    return written, data.notes
+
+
+def draw(axes: Axes, chart: Chart, *, title: bool = True) -> None:
+    """One chart into given axes."""
+    if chart.kind == "stack":
+        _bars(axes, chart)
+    else:
+        for series in chart.series:
+            _line(axes, series, chart)
+        for label, height in chart.lines:
+            axes.axhline(height, color="#555555", linewidth=0.8, linestyle=LINES["dot"])
+            axes.annotate(
+                _plain(label),
+                (0.01, height),
+                xycoords=("axes fraction", "data"),
+                ha="left",
+                va="top",
+                fontsize=7,
+                color="#555555",
+            )
+        _limits(axes, chart)
+    axes.set_xlabel(_named(chart.x))
+    axes.set_ylabel(_named(chart.y))
+    if title:
+        axes.set_title(_plain(chart.title), loc="left")
+
+
+def _figures(panel: Panel) -> Iterator[tuple[str, Figure]]:
+    for chart in panel.charts:
+        figure = Figure(figsize=(COLUMN, 2.35), layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes, chart, title=False)  # a paper has captions
+        _legend(figure, axes, 2)
+        yield chart.id, figure
+    charts = [chart for chart in panel.charts if chart.kind == "lines"]  # bars have another legend: they stay by themselves
+    if len(charts) > 1:
+        columns = 2 if panel.id == "position" else min(3, len(charts))
+        rows = math.ceil(len(charts) / columns)
+        figure = Figure(figsize=(PAGE, 1.75 * rows + 0.4), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for place, axes in enumerate(grid.flat):
+            if place < len(charts):
+                draw(axes, charts[place])
+            else:
+                axes.set_axis_off()
+        _legend(figure, grid.flat[0], 4)
+        yield f"panel-{panel.id}", figure
+
+
+def _line(axes: Axes, series: Series, chart: Chart) -> None:
+    turn = max(0, series.style)
+    colour = "#222222" if series.style < 0 else LIGHT[turn % len(LIGHT)]
+    few = chart.markers and len(series.x) <= 60
+    axes.plot(
+        series.x,
+        [math.nan if value is None else value for value in series.y],
+        color=colour,
+        linestyle=LINES[DASHES[turn % len(DASHES)]],
+        marker=SIGNS[MARKERS[turn % len(MARKERS)]] if few or len(series.x) == 1 else None,
+        label=_plain(series.label),
+    )
+    if series.low is not None and series.high is not None:
+        low = [math.nan if value is None else value for value in series.low]
+        high = [math.nan if value is None else value for value in series.high]
+        axes.fill_between(list(series.x), low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _bars(axes: Axes, chart: Chart) -> None:
+    places = list(range(len(chart.bars)))
+    left = [0.0] * len(places)
+    for turn, series in enumerate(chart.series):
+        values = [value or 0.0 for value in series.y]
+        axes.barh(
+            places,
+            values,
+            left=left,
+            height=0.55,
+            color=STAGE_TONES[turn % len(STAGE_TONES)],
+            hatch=HATCHES[turn % len(HATCHES)],
+            edgecolor="white",
+            linewidth=0.4,
+            label=_plain(series.label),
+        )
+        left = [before + value for before, value in zip(left, values, strict=True)]
+    axes.set_yticks(places, [_plain(bar) for bar in chart.bars])
+    axes.invert_yaxis()
+    axes.grid(axis="x")
+    axes.grid(visible=False, axis="y")
+
+
+def _limits(axes: Axes, chart: Chart) -> None:
+    if chart.x.range:
+        axes.set_xlim(*chart.x.range)
+    if chart.y.range:
+        axes.set_ylim(*chart.y.range)
+    elif chart.y.zero:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes.get_ylim()[0] < 0 and _negative(chart) else 0.0)
+
+
+def _negative(chart: Chart) -> bool:
+    return any(value is not None and value < 0 for series in chart.series for value in series.y)
+
+
+def _legend(figure: Figure, axes: Axes, columns: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        figure.legend(handles, labels, loc="outside upper center", ncols=min(columns, len(handles)))
+
+
+def _named(axis: Axis) -> str:
+    return _plain(f"{axis.title} (%)" if axis.percent else axis.title)
+
+
+def _plain(text: str) -> str:
+    """Without the leading underscore that hides a label from legends."""
+    return (" " if text.startswith("_") else "") + printable(text).replace("\n", " ")
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    metadata: dict[str, Any] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}[path.suffix[1:]]
+    figure.savefig(path, metadata=metadata)
+    return path
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a run may be called anything
+        yield

@@ -1,0 +1,97 @@
+"""From runs to series: metrics over steps and over positions, scores with intervals."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from iwopd.eval.statistics import Interval, interval_over_problems
+from iwopd.report.charts import Series
+from iwopd.report.gathering import Group, TaskCurve
+from iwopd.report.reading import Run, number
+
+SEED_BAND = "from the lowest to the highest seed"
+PROBLEM_BAND = "95 % bootstrap intervals over problems"
+
+_intervals: dict[bytes, Interval] = {}
+
+
+def interval(scores: Tensor) -> Interval:
+    """Mean and interval of scores [N, K] in percent; remembered, because `--watch` asks for the same ones again and again."""
+    key = score_key(scores)
+    if key not in _intervals:
+        _intervals[key] = Interval(*(100 * value for value in interval_over_problems([scores.mean(1)])))
+    return _intervals[key]
+
+
+def score_key(scores: Tensor) -> bytes:
+    """The same for the same scores."""
+    return hashlib.sha256(repr(tuple(scores.shape)).encode() + scores.contiguous().numpy().tobytes()).digest()
+
+
+def accuracy_series(curve: TaskCurve) -> Series:
+    """Accuracy in percent at every evaluation, with its interval over problems."""
+    intervals = {step: interval(curve.scores(step)) for step in curve.steps}
+    return Series(
+        curve.group.label,
+        curve.group.style,
+        list(intervals),
+        [one.mean for one in intervals.values()],
+        [one.low for one in intervals.values()],
+        [one.high for one in intervals.values()],
+    )
+
+
+def metric_series(group: Group, name: str, scale: float = 1.0) -> Series | None:
+    """A metric by step: the mean over the group's seeds, a band from the lowest to the highest; None if nobody recorded it."""
+    by_step: dict[int, list[float]] = {}
+    for run in group.runs:
+        for step, value in zip(*run.column(name), strict=True):
+            by_step.setdefault(step, [])
+            if value is not None:
+                by_step[step].append(scale * value)
+    if not any(by_step.values()):
+        return None
+    steps = sorted(by_step)
+    mean = [sum(by_step[step]) / len(by_step[step]) if by_step[step] else None for step in steps]
+    if len(group.runs) == 1:
+        return Series(group.label, group.style, steps, mean)
+    low = [min(by_step[step], default=None) for step in steps]
+    high = [max(by_step[step], default=None) for step in steps]
+    return Series(group.label, group.style, steps, mean, low, high)
+
+
+def position_series(group: Group, name: str, part: str) -> tuple[Series, int] | None:
+    """A `position/…` metric over the first or last tenth of the recorded steps, and how many bins it has."""
+    rows = [row for run in group.runs for row in _window(run, name, part)]
+    bins = max((len(row) for row in rows), default=0)
+    rows = [row for row in rows if len(row) == bins]
+    if not bins:
+        return None
+    columns = [[row[place] for row in rows if row[place] is not None] for place in range(bins)]
+    if not any(columns):
+        return None
+    means = [sum(column) / len(column) if column else None for column in columns]  # type: ignore[arg-type]
+    return Series(group.label, group.style, [100 * (place + 0.5) / bins for place in range(bins)], means), bins
+
+
+def window_steps(run: Run, part: str) -> list[int]:
+    """The first or last tenth of a run's steps, at least one."""
+    steps = [record["step"] for record in run.metrics]
+    count = max(1, len(steps) // 10)
+    return steps[:count] if part == "first" else steps[-count:]
+
+
+def _window(run: Run, name: str, part: str) -> list[list[float | None]]:
+    wanted = set(window_steps(run, part))
+    rows: list[Any] = [record.get(name) for record in run.metrics if record["step"] in wanted]
+    return [[number(value) for value in row] for row in rows if isinstance(row, list)]
+
+
+def all_values(series: Sequence[Series]) -> list[float]:
+    """Every number in the series, bands included."""
+    columns = [column for one in series for column in (one.y, one.low, one.high) if column is not None]
+    return [value for column in columns for value in column if value is not None]

@@ -1,0 +1,83 @@
+"""The page while a run goes on: written anew whenever a log grows; the page loads itself again.
+
+There is no server: the file is replaced in one go, and the browser that has it open reads it again from the disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from iwopd.report.page import MAX_TOKENS, check_out, write_report
+from iwopd.report.reading import Notes, NothingToReportError, Run, read_runs
+from iwopd.train.rundir import LOGS
+
+FILES = ("run.json", "config.toml", *LOGS)
+Stamps = dict[Path, tuple[int, int]]
+
+
+def watch(
+    runs: Sequence[Path],
+    out: Path,
+    *,
+    every: float = 5.0,
+    handoff: Path | None = None,
+    max_tokens: int = MAX_TOKENS,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Keep `out` up to date until all runs have done their steps; Ctrl-C ends it, too, with a page that stays as it is."""
+    check_out(out)
+    seen: Stamps | None = None
+    written = False
+
+    def write(refresh: float | None) -> bool:
+        try:
+            write_report(runs, out, handoff=handoff, max_tokens=max_tokens, refresh=refresh)
+        except NothingToReportError:
+            return False
+        return True
+
+    try:
+        while True:
+            now = stamps(runs)
+            if now != seen:
+                first = not written
+                written = write(every) or written
+                if first:
+                    say(
+                        f"report: {out} (written anew every {every:g} s as the run goes on)" if written else "waiting for a run"
+                    )
+            elif written and all_finished(runs):  # and nothing was added since the last look: the last evaluation is in
+                write(None)
+                say(f"the run is finished; report: {out}")
+                return out
+            seen = now
+            time.sleep(every)
+    except KeyboardInterrupt:
+        if written:
+            write(None)
+        raise
+
+
+def stamps(runs: Sequence[Path]) -> Stamps:
+    """Time and size of every file that a report reads."""
+    folders = [folder for run in runs for folder in (run, *(sorted(run.iterdir()) if run.is_dir() else ())) if folder.is_dir()]
+    found: Stamps = {}
+    for folder in folders:
+        for name in FILES:
+            try:
+                about = (folder / name).stat()
+            except OSError:
+                continue
+            found[folder / name] = (about.st_mtime_ns, about.st_size)
+    return found
+
+
+def all_finished(runs: Sequence[Path]) -> bool:
+    return all(_finished(run) for run in read_runs(runs, Notes()))
+
+
+def _finished(run: Run) -> bool:
+    """All steps are recorded, and the evaluations after the last one, if the run has evaluations at all."""
+    return run.finished and {one.task for one in run.evals} == {one.task for one in run.evals if one.step == run.step}

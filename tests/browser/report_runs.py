@@ -1,0 +1,132 @@
+"""Run directories as a training run would leave them, made up, for the tests of the report."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+METHODS: dict[str, dict[str, Any]] = {
+    "opd": {"weights": "uniform", "params": {}},
+    "iw-opd": {"weights": "cumulative-share", "params": {"gamma": 0.5}},
+}
+
+
+def make_run(
+    folder: Path,
+    method: str = "opd",
+    *,
+    seed: int = 0,
+    steps: int = 20,
+    planned: int | None = None,
+    task: str = "tiny",
+    problems: int = 40,
+    rollouts: int = 6,
+    length: int = 30,
+    skill: float = 0.03,
+) -> Path:
+    """A run of `steps` steps with evaluations every ten and rollouts kept at each."""
+    rng = random.Random(f"{method} {seed}")
+    folder.mkdir(parents=True)
+    write(folder / "run.json", {"format": 1, "iwopd": "0.1.0", "data": "0123456789abcdef"})
+    config = {"seed": seed, "steps": planned or steps, "method": METHODS[method], "models": {"world": "drift", "lineage": 0}}
+    (folder / "config.toml").write_text(tomli_w.dumps(config))
+    lines(folder / "metrics.jsonl", [metrics(step, rng) for step in range(1, steps + 1)])
+    evaluated = range(0, steps + 1, 10)
+    lines(folder / "evals.jsonl", [evaluation(step, rng, task, problems, 0.3 + skill * step) for step in evaluated])
+    lines(folder / "rollouts.jsonl", [rollout(step, n, rng, length) for step in evaluated for n in range(rollouts)])
+    return folder
+
+
+def metrics(step: int, rng: random.Random) -> dict[str, Any]:
+    decay = math.exp(-step / 10)
+    gap = [(2.0 * decay + 0.2) * (1 - place / 10) for place in range(10)]
+    return {
+        "step": step,
+        "loss": decay + 0.1 * rng.random(),
+        "grad_norm": 1 + rng.random(),
+        "tokens": 4096,
+        "rollouts": 64,
+        "skipped": False,
+        "time/rollout": 0.2,
+        "time/teacher": 0.1,
+        "time/signal": 0.001,
+        "time/update": 0.3,
+        "time/step": 0.6,
+        "throughput/tokens_per_second": 6000 + 100 * rng.random(),
+        "kl/sampled": decay,
+        "gap/abs_mean": decay + 0.05,
+        "weights/mean": 1.2,
+        "rollout/length_mean": 64 + rng.random(),
+        "rollout/truncated": 0.01 * rng.random(),
+        "rollout/entropy_sampled": 0.03,
+        "teacher/floored": 0,
+        "update/count": 1,
+        "update/skipped": 0,
+        "policy/clip_fraction": 0.0,
+        "policy/approx_kl": 0.0,
+        "position/abs_gap": gap,
+        "position/kl": [value - 0.05 for value in gap],
+        "position/weights": [1.5 - place / 20 for place in range(10)],
+    }
+
+
+def evaluation(step: int, rng: random.Random, task: str, problems: int, chance: float) -> dict[str, Any]:
+    scores = [[float(rng.random() < chance)] for _ in range(problems)]
+    mean = sum(row[0] for row in scores) / problems
+    ids = [f"{task}/{place}" for place in range(problems)]
+    about = {"step": step, "task": task, "mean": mean, "problems": problems, "samples": 1, "seconds": 0.5}
+    return {**about, "problem_ids": ids, "scores": scores}
+
+
+def rollout(step: int, place: int, rng: random.Random, length: int) -> dict[str, Any]:
+    """One with everything that a record has; drift begins at another token in every one."""
+    student = [-rng.expovariate(2) for _ in range(length)]
+    teacher = [value - (5 * rng.random() if t % 7 == place else 0.4 * rng.random()) for t, value in enumerate(student)]
+    tokens = [rng.choice([" the", "=", "4", "\n", "*", "}"]) for _ in range(length)]
+    return {
+        "step": step,
+        "prompt_id": f"eval/{place}",
+        "prompt": f"{place}+1?",
+        "answer": str(place + 1),
+        "text": "".join(tokens),
+        "correct": place % 2 == 0,
+        "stop_reason": "length" if place == 3 else "eos",
+        "token_ids": [100 + hash_of(token) for token in tokens],
+        "tokens": tokens,
+        "student_logprobs": [round(value, 6) for value in student],
+        "teacher_logprobs": [round(value, 6) for value in teacher],
+        "gap": [round(b - a, 6) for a, b in zip(student, teacher, strict=True)],
+        "weights": [round(1.5 - 0.5 * t / length, 6) for t in range(length)],
+        "kl": [round(rng.expovariate(3), 6) for _ in range(length)],
+    }
+
+
+def handoff(folder: Path) -> Path:
+    points = {f"{tenth / 10:g}": {"mean": 90 - 6 * tenth, "low": 85 - 6 * tenth, "high": 95 - 6 * tenth} for tenth in range(10)}
+    student = {"mean": 30.0, "low": 25.0, "high": 35.0}
+    return write(
+        folder / "handoff.json", {"format": 1, "world": "drift", "problems": 40, "fractions": points, "student": student}
+    )
+
+
+def write(path: Path, value: Any) -> Path:
+    path.write_text(json.dumps(value))
+    return path
+
+
+def lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def hash_of(token: str) -> int:
+    """The same in every process, unlike `hash`."""
+    return sum(map(ord, token)) % 50

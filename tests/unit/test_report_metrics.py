@@ -1,0 +1,69 @@
+"""What training records for the report: the full-vocabulary KL of kept rollouts, and the signed gap by position."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from iwopd.algo.signal import training_signal
+from iwopd.teacher.local import LocalScorer
+from iwopd.train.metrics import _full_kl, step_metrics
+from iwopd.types import Prompt, Rollout, TokenBatch
+from models import make_model
+
+
+def rollouts() -> list[Rollout]:
+    torch.manual_seed(0)
+    made = []
+    for place, length in enumerate((5, 1, 9)):
+        ids = torch.randint(2, 21, (length,))
+        made.append(Rollout(Prompt(str(place), (3, 4, 5 + place)), ids, torch.zeros(length), "length"))
+    return made
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_kl_of_kept_rollouts_is_that_of_the_models_own_logits(temperature: float) -> None:
+    student = make_model("qwen3", vocab=24, seed=1)
+    teacher = make_model("llama", hidden=48, vocab=32, seed=2)  # other sizes, and rows that no id stands for
+    student.train()
+    options = {"temperature": temperature, "vocab_size": 21}
+    parts = SimpleNamespace(student_scorer=LocalScorer(student, **options), teacher_scorer=LocalScorer(teacher, **options))
+    found = _full_kl(parts, rollouts())
+    assert found is not None
+    assert student.training
+    student.eval()
+    for rollout, kl in zip(rollouts(), found, strict=True):
+        whole = torch.tensor([*rollout.prompt.token_ids, *rollout.response_ids.tolist()])[None]
+        with torch.no_grad():
+            logits = [model(whole).logits[0, 2:-1, :21].double() / temperature for model in (student, teacher)]
+        p, q = (values.log_softmax(-1) for values in logits)
+        torch.testing.assert_close(kl.double(), (p.exp() * (p - q)).sum(-1), atol=1e-5, rtol=1e-4)
+        assert kl.shape == rollout.response_ids.shape
+
+
+def test_kl_is_left_out_where_a_head_is_not_plain() -> None:
+    scorers = [LocalScorer(make_model("qwen3", seed=seed)) for seed in (1, 2)]
+    scorers[1].lm.fused = False
+    assert _full_kl(SimpleNamespace(student_scorer=scorers[0], teacher_scorer=scorers[1]), rollouts()) is None
+
+
+def test_kl_by_position_is_the_signed_gap() -> None:
+    mask = torch.ones(1, 20, dtype=torch.bool)
+    old, teacher = -torch.arange(20.0)[None] / 10, torch.full((1, 20), -1.0)
+    batch = TokenBatch(
+        torch.ones(1, 2, dtype=torch.long),
+        torch.ones(1, 2, dtype=torch.bool),
+        torch.ones(1, 20, dtype=torch.long),
+        mask,
+        old,
+        teacher,
+    )
+    signal = training_signal(teacher, old, mask)
+    update = SimpleNamespace(padding_waste=0.0, updates=1, skipped=0, stats=SimpleNamespace(as_dict=dict))
+    rollout = Rollout(Prompt("p", (1,)), torch.ones(20, dtype=torch.long), torch.zeros(20), "eos")
+    metrics = step_metrics(batch, signal, [rollout], update, 0)
+    expected = [float((old - teacher)[0, 2 * place : 2 * place + 2].mean()) for place in range(10)]
+    assert metrics["position/kl"] == pytest.approx(expected)
+    assert sum(metrics["position/kl"]) / 10 == pytest.approx(metrics["kl/sampled"])
