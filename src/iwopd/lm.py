@@ -3,12 +3,15 @@
 Any transformers causal LM whose logits are `hidden @ weight.T + bias` of its last hidden states takes the fused head. Some
 do more (soft caps, logit scales); `ResponseModel.check_head` finds out on a real batch, and from then on the model's own
 logits are used, one sequence at a time, recomputed in the backward pass.
+
+Where the model allows it (`packing`), the sequences of a micro-batch go through it one behind the other, without padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from iwopd import algo
-from iwopd.types import TokenBatch
+from iwopd.packing import enable_packing, packed_inputs
+from iwopd.types import Rollout, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Sequences:
 
     input_ids: Tensor
     """[B, L]: prompt and response without the response's last token, which predicts nothing we need."""
+    lengths: Tensor
+    """[B]: tokens of each row."""
     source: Tensor
     """[B, T]: the position whose hidden state predicts each response token; 0 outside the mask."""
     response_ids: Tensor
@@ -39,9 +45,14 @@ class Sequences:
 
         rows = [torch.cat([prompt, response[:-1]]) for prompt, response in zip(prompts, responses, strict=True)]
         places = [torch.arange(len(response)) + len(prompt) - 1 for prompt, response in zip(prompts, responses, strict=True)]
-        lengths = torch.tensor([len(response) for response in responses])
-        mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]
-        return cls(pad(rows), pad(places), pad(responses), mask)
+        answers = torch.tensor([len(response) for response in responses])
+        mask = torch.arange(int(answers.max()))[None] < answers[:, None]
+        return cls(pad(rows), torch.tensor([len(row) for row in rows]), pad(places), pad(responses), mask)
+
+    @classmethod
+    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Sequences:
+        prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in rollouts]
+        return cls.build(prompts, [rollout.response_ids for rollout in rollouts])
 
     @classmethod
     def from_batch(cls, batch: TokenBatch) -> Sequences:
@@ -49,7 +60,7 @@ class Sequences:
         return cls.build(prompts, [ids[mask] for ids, mask in zip(batch.response_ids, batch.mask, strict=True)])
 
     def to(self, device: torch.device) -> Sequences:
-        return Sequences(*(getattr(self, name).to(device) for name in ("input_ids", "source", "response_ids", "mask")))
+        return Sequences(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 class ResponseModel:
@@ -72,28 +83,51 @@ class ResponseModel:
         layer = self.model.get_output_embeddings()
         return layer.weight, getattr(layer, "bias", None)
 
+    @cached_property
+    def packing_obstacle(self) -> str | None:
+        """Why sequences need padding in this model; None if they do not. Found out when it is first asked for."""
+        return enable_packing(self.model, self.vocab_size)
+
+    def micro_batches(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
+        """Deal rows to micro-batches that this model runs within a budget of tokens, padding included."""
+        return packed_batches(lengths, budget) if self.packing_obstacle is None else micro_batches(lengths, budget)
+
+    def padding_waste(self, lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
+        """Share of the tokens of these micro-batches that is padding."""
+        return 0.0 if self.packing_obstacle is None else padding_waste(lengths, batches)
+
+    def token_hidden(self, sequences: Sequences) -> Tensor:
+        """Last hidden states at the positions that predict the N response tokens, row after row, [N, H]."""
+        if self.packing_obstacle is None:
+            inputs = packed_inputs(self.model, sequences.input_ids, sequences.lengths)
+            first = sequences.lengths.cumsum(0) - sequences.lengths
+        else:
+            inputs = {"input_ids": sequences.input_ids, "use_cache": False}
+            count, width = sequences.input_ids.shape
+            first = torch.arange(count, device=sequences.input_ids.device) * width
+        states: Tensor = self.model.base_model(**inputs).last_hidden_state
+        return states.flatten(0, 1)[(first[:, None] + sequences.source)[sequences.mask]]
+
     def hidden(self, sequences: Sequences) -> Tensor:
-        """Last hidden states at the positions that predict the response tokens, [B, T, H]."""
-        output = self.model.base_model(input_ids=sequences.input_ids, use_cache=False)
-        states: Tensor = output.last_hidden_state
-        index = sequences.source[..., None].expand(-1, -1, states.shape[-1])
-        return states.gather(1, index)
+        """The same, padded: [B, T, H]; 0 outside the mask."""
+        states = self.token_hidden(sequences)
+        padded = states.new_zeros(*sequences.mask.shape, states.shape[-1])
+        return padded.masked_scatter(sequences.mask[..., None], states)
 
     def logprobs(self, sequences: Sequences) -> Tensor:
         """Log-probs of the response tokens, [B, T]; differentiable; 0 outside the mask."""
         return self._fused_logprobs(sequences) if self.fused else self._own_logprobs(sequences)
 
     def _fused_logprobs(self, sequences: Sequences) -> Tensor:
+        values = self.head_logprobs(self.token_hidden(sequences), sequences.response_ids[sequences.mask])
+        return values.new_zeros(sequences.mask.shape).masked_scatter(sequences.mask, values)
+
+    def head_logprobs(self, hidden: Tensor, response_ids: Tensor) -> Tensor:
+        """Log-probs [N] of tokens [N] from the hidden states [N, H] that predict them."""
         weight, bias = self.head
-        values = algo.token_logprobs(
-            self.hidden(sequences),
-            weight,
-            sequences.response_ids,
-            bias=bias,
-            temperature=self.temperature,
-            vocab_size=self.vocab_size,
+        return algo.token_logprobs(
+            hidden, weight, response_ids, bias=bias, temperature=self.temperature, vocab_size=self.vocab_size
         )
-        return torch.where(sequences.mask, values, 0.0)
 
     def check_head(self, sequences: Sequences, tolerance: float = 1e-3) -> float:
         """Largest difference between the fused head and the model's own logits; beyond the tolerance, stop using it."""
@@ -136,6 +170,21 @@ def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> lis
         else:
             batches.append([row])
             longest = lengths[row]
+    return batches
+
+
+def packed_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Deal rows to micro-batches of at most `budget` tokens (or one row), longest first: like lengths are neighbours."""
+    if budget < 1:
+        raise ValueError(f"the token budget must be at least 1, got {budget}")
+    batches: list[list[int]] = []
+    room = 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not batches or lengths[row] > room:
+            batches.append([])
+            room = budget
+        batches[-1].append(row)
+        room -= lengths[row]
     return batches
 
 

@@ -44,6 +44,34 @@ def stop_ids(tokenizer: Any, model: Any) -> frozenset[int]:
     return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
+def check_same_tokenizer(tokenizer: Any, other_source: str | Path, *, trust_remote_code: bool = False) -> None:
+    """If the model at `other_source` brings a tokenizer, its ids must mean what the student's mean."""
+    folder = Path(other_source)
+    if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
+        return  # it brings none, and transformers would make one up from the architecture
+    try:
+        other = load_tokenizer(other_source, trust_remote_code=trust_remote_code)
+    except ModelError:
+        return  # it brings none
+    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in (tokenizer, other))
+    wrong = next((i for i, token in sorted(ours.items()) if theirs.get(i) != token), None)
+    if wrong is not None:
+        raise ModelError(
+            f"id {wrong} is {ours[wrong]!r} for the student and {theirs.get(wrong)!r} for the teacher {other_source}: their "
+            "tokenizers differ, so the teacher would score other texts than the student wrote; choose a pair of one family"
+        )
+
+
+def check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
+    """The model called `name` must have a row of its output matrix for every id of the student's tokenizer."""
+    rows = model.get_output_embeddings().weight.shape[0]
+    if rows < len(tokenizer):
+        raise ModelError(
+            f"the student's tokenizer has {len(tokenizer)} ids, the {name}'s output matrix {rows} rows: both models must share "
+            "the student's vocabulary"
+        )
+
+
 def weights_fingerprint(source: str | Path) -> str:
     """Tells whether a local folder still holds the same weights (names, sizes and times of its files); a hub id is itself."""
     folder = Path(source)

@@ -226,29 +226,53 @@ def test_a_broken_gradient_is_skipped_counted_dumped_and_ends_the_run(tmp_path: 
 BROKEN = """
 import sys
 from iwopd.lm import ResponseModel
-hidden, seen = ResponseModel.hidden, []
+hidden, seen = ResponseModel.token_hidden, []
 def broken(self, sequences):
     out = hidden(self, sequences)
     if out.requires_grad:
         seen.append(1)
-        if len(seen) == 2:
+        if str(len(seen)) in sys.argv[1]:
             return out * float("nan")
     return out
-ResponseModel.hidden = broken
+ResponseModel.token_hidden = broken
 from iwopd.cli import main
-main(sys.argv[1:])
+main(sys.argv[2:])
 """
 
 
-def test_logprobs_that_are_no_numbers_skip_one_update_and_the_run_goes_on(pair: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("calls", "budget"),
+    [
+        ("2", 120),  # the update's own pass, in one of its micro-batches
+        ("23", 8192),  # the pass that also gives the old log-probs, and the one that the update then makes
+    ],
+)
+def test_logprobs_that_are_no_numbers_skip_one_update_and_the_run_goes_on(
+    calls: str, budget: int, pair: dict[str, Any], tmp_path: Path
+) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
-    words = [sys.executable, script, "train", recipe(tmp_path, {**pair, "steps": 3}), "--out", tmp_path / "run"]
+    settings = recipe(tmp_path, {**pair, "steps": 3, "optim": {"lr": 1e-3, "token_budget": budget}})
+    words = [sys.executable, script, calls, "train", settings, "--out", tmp_path / "run"]
     done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     records = metrics(tmp_path / "run")
     assert [record["skipped"] for record in records].count(True) == 1
     assert len(list((tmp_path / "run").glob("skipped-step-*.safetensors"))) == 1
+
+
+def test_one_forward_pass_for_old_logprobs_and_update_resumes_bitwise_and_has_ratio_one(
+    pair: dict[str, Any], tmp_path: Path
+) -> None:
+    made = recipe(tmp_path, pair)
+    run(made, "--out", tmp_path / "whole")
+    run(made, "--out", tmp_path / "halves", "--steps", "4")
+    run(made, "--out", tmp_path / "halves", "--resume")
+    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+    for record in metrics(tmp_path / "whole"):
+        assert record["update/padding_waste"] == 0
+        assert abs(record["policy/ratio_min"] - 1) < 1e-6
+        assert abs(record["policy/ratio_max"] - 1) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt2"])
@@ -257,6 +281,7 @@ def test_the_first_update_sees_the_policy_that_wrote_the_rollouts(kind: str, tmp
     settings = save_pair(tmp_path, student=kind, teacher=kind)
     said = run(recipe(tmp_path, {**settings, "steps": 2}), "--out", tmp_path / "run")
     assert ("using its own logits" in said) == (kind == "gemma2")
+    assert "answers are padded" not in said
     for record in metrics(tmp_path / "run"):
         assert abs(record["policy/ratio_min"] - 1) < 1e-4
         assert abs(record["policy/ratio_max"] - 1) < 1e-4
@@ -307,23 +332,28 @@ from iwopd.config import make_config
 from iwopd.train.run import run_training
 
 settings = json.loads(sys.argv[1])
-run_training(make_config(settings), Path(sys.argv[2]))
+run_training(make_config(settings), Path(sys.argv[2]), resume="resume" in sys.argv)
 """
+
+
+def run_parallel(folder: Path, count: int, settings: dict[str, Any], out: Path, *more: str) -> None:
+    """Real gloo processes under torchrun."""
+    script = folder / "parallel.py"
+    script.write_text(PARALLEL)
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone"]
+    environment = {**ENVIRONMENT, "ACCELERATE_USE_CPU": "true"}
+    words = [*launcher, script, json.dumps(settings), out, *more]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
 def test_two_processes_make_the_update_of_one(pair: dict[str, Any], tmp_path: Path) -> None:
-    """Real gloo processes under torchrun; the first step starts from the same weights, so its rollouts are the same."""
-    script = tmp_path / "parallel.py"
-    script.write_text(PARALLEL)
+    """The first step starts from the same weights, so its rollouts are the same."""
     settings = {**pair, "steps": 1, "method": {"weights": "ideal", "params": {"alpha": 0.5, "normalize": "mean-one"}}}
     settings |= {"checkpoint": {"every": 1}, "tracking": {"console": "off"}}
-    environment = {**ENVIRONMENT, "ACCELERATE_USE_CPU": "true"}
     for count in (1, 2):
-        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone"]
-        words = [*launcher, script, json.dumps(settings), tmp_path / f"run{count}"]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_parallel(tmp_path, count, settings, tmp_path / f"run{count}")
     one, two = (metrics(tmp_path / f"run{count}")[0] for count in (1, 2))
     assert one["tokens"] == two["tokens"]
     assert abs(one["loss"] - two["loss"]) < 1e-5
@@ -333,6 +363,18 @@ def test_two_processes_make_the_update_of_one(pair: dict[str, Any], tmp_path: Pa
     apart = torch.cat([(after[0][f"model/{name}"] - after[1][f"model/{name}"]).flatten() for name in start_weights])
     assert moved.norm() > 0
     assert apart.norm() / moved.norm() < 1e-3
+
+
+@pytest.mark.slow
+def test_two_processes_resume_bitwise(pair: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**pair, "steps": 3, "checkpoint": {"every": 1}, "tracking": {"console": "off"}}
+    run_parallel(tmp_path, 2, settings, tmp_path / "whole")
+    run_parallel(tmp_path, 2, {**settings, "steps": 2}, tmp_path / "halves")
+    run_parallel(tmp_path, 2, settings, tmp_path / "halves", "resume")
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "halves")
+    first, second = final_state(tmp_path / "whole", step=3), final_state(tmp_path / "halves", step=3)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,16 @@ def by_hand(model: torch.nn.Module, rollout: Rollout, temperature: float = 1.0) 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_are_those_of_one_rollout_at_a_time_whatever_the_batching(kind: str, temperature: float) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_scores_are_those_of_one_rollout_at_a_time_whatever_the_batching(kind: str, temperature: float, padded: bool) -> None:
     model, items = make_model(kind, vocab=24).eval(), rollouts(40)
     expected = [by_hand(model, item, temperature) for item in items]
     for budget in (1, 100, 100_000):
         scorer = LocalScorer(model, temperature=temperature, vocab_size=21, token_budget=budget)
+        if padded:
+            scorer.lm.packing_obstacle = "switched off"
         scores = scorer.score(items)
+        assert scorer.lm.packing_obstacle == ("switched off" if padded else None)
         assert [len(score) for score in scores] == [len(item) for item in items]
         for score, want in zip(scores, expected, strict=True):
             torch.testing.assert_close(score.double(), want, rtol=1e-5, atol=1e-5)

@@ -9,6 +9,8 @@ import torch
 from rich.console import Console
 
 from iwopd.config import ConfigError, make_config
+from iwopd.eval.runner import Evaluation
+from iwopd.eval.task import Verdict
 from iwopd.train.rundir import RunDirectory, RunError
 from iwopd.train.tracking import Tracker
 from iwopd.types import EvalResult, StepStats
@@ -35,7 +37,8 @@ def follow(tmp_path: Path, console: str, terminal: bool, trackers: list[str] | N
     run.create(config, "data")
     tracker = Tracker(config, run, console=screen)
     scores = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
-    tracker.evaluation(EvalResult("tiny", ("a", "b"), scores, step=0), 0.1)
+    result = EvalResult("tiny", ("a", "b"), scores, step=0)
+    tracker.evaluation(Evaluation(result, [], [], [Verdict("correct", 1.0), Verdict("wrong", 0.0)]), 0.1)
     tracker.step(StepStats(1, 0.25, 2.0, 320, 16, False, SECONDS, METRICS))
     tracker.step(StepStats(2, float("nan"), float("inf"), 320, 16, True, SECONDS, METRICS))
     tracker.say("a message with [brackets] and " + "a long tail " * 20)

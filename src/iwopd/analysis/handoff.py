@@ -1,4 +1,9 @@
-"""The hand-off curve (Fig. 1b): the student begins an answer, the teacher finishes it. How often is it right?"""
+"""The hand-off curve (Fig. 1b): the student begins an answer, the teacher finishes it. How often is it right?
+
+Work that is the same is done once. A prefix is read once for all its continuations; prefixes that two fractions share (short
+answers) are one; and all fractions of a group of rollouts go to the sampler in one call, so that rows that are done make room
+for others.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from iwopd.eval.task import Checker, one_by_one
 from iwopd.rollout.local import LocalSampler
 from iwopd.types import Prompt, Rollout
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+GROUP = 32
+"""Rollouts whose continuations are sampled in one call: enough to fill a batch, few enough to show progress."""
 
 
 def handoff(
@@ -26,26 +34,98 @@ def handoff(
     fractions: Sequence[float] = FRACTIONS,
     seed: int = 0,
 ) -> dict[float, Tensor]:
-    """Scores [N, 1] of the teacher's continuations of the first part of each rollout, for every fraction.
+    """Scores [N, 1] of the teacher's continuations of the first part of each rollout, for every fraction."""
+    return handoff_scores(rollouts, teacher, tokenizer, one_by_one(check), fractions=fractions, seed=seed)
+
+
+def handoff_scores(
+    rollouts: Sequence[Rollout],
+    teacher: LocalSampler,
+    tokenizer: Any,
+    check: Checker,
+    *,
+    fractions: Sequence[float] = FRACTIONS,
+    continuations: int = 1,
+    seed: int = 0,
+    group: int = GROUP,
+    advance: Callable[[int], None] = lambda rollouts: None,
+) -> dict[float, Tensor]:
+    """Scores [N, continuations] of the teacher's continuations of the first part of each rollout, for every fraction.
 
     A prefix of `ceil(fraction * T)` tokens, as everywhere in the method. The continuation may be as long as a whole answer,
-    whatever the prefix used up, so that the teacher is never cut off for the student's verbosity.
+    whatever the prefix used up, so that the teacher is never cut off for the student's verbosity (only where its context
+    ends). A prefix that is the whole answer, end included, is not continued: it counts as it is. `advance` hears how many
+    rollouts are done.
     """
-    curve: dict[float, Tensor] = {}
-    for fraction in fractions:
-        prefixes = [rollout.response_ids[: math.ceil(Fraction(str(fraction)) * len(rollout))] for rollout in rollouts]
-        prompts = [
-            replace(
-                rollout.prompt,
-                id=f"{rollout.prompt.id}@{rollout.sample}",
-                token_ids=(*rollout.prompt.token_ids, *prefix.tolist()),
-            )
-            for rollout, prefix in zip(rollouts, prefixes, strict=True)
-        ]
-        right = []
-        for rollout, prefix, continuation in zip(rollouts, prefixes, teacher.sample(prompts, seed=seed, step=0), strict=True):
-            whole = torch.cat([prefix, continuation.response_ids])
-            text = str(tokenizer.decode(whole, skip_special_tokens=True))
-            right.append(float(check(rollout.prompt, text)))
-        curve[fraction] = torch.tensor(right, dtype=torch.float64)[:, None]
-    return curve
+    scores: dict[float, list[list[float]]] = {fraction: [] for fraction in fractions}
+    for start in range(0, len(rollouts), group):
+        part = rollouts[start : start + group]
+        texts = _continue(part, teacher, tokenizer, fractions, continuations, seed)
+        answers = [(rollout.prompt, text) for rollout, rows in zip(part, texts, strict=True) for text in rows]
+        found = iter(_judge(check, answers))
+        for rollout in part:
+            by_length = {length: [next(found) for _ in range(continuations)] for length in _lengths(rollout, fractions)}
+            for fraction in fractions:
+                scores[fraction].append(by_length[prefix_length(fraction, len(rollout))])
+        advance(len(part))
+    return {fraction: torch.tensor(rows, dtype=torch.float64).reshape(-1, continuations) for fraction, rows in scores.items()}
+
+
+def prefix_length(fraction: float, tokens: int) -> int:
+    """`ceil(fraction * T)`, exact for the decimal that was written."""
+    return math.ceil(Fraction(str(fraction)) * tokens)
+
+
+def _lengths(rollout: Rollout, fractions: Sequence[float]) -> list[int]:
+    """The different prefix lengths of a rollout."""
+    return list(dict.fromkeys(prefix_length(fraction, len(rollout)) for fraction in fractions))
+
+
+def _continue(
+    rollouts: Sequence[Rollout],
+    teacher: LocalSampler,
+    tokenizer: Any,
+    fractions: Sequence[float],
+    continuations: int,
+    seed: int,
+) -> list[list[str]]:
+    """Whole answers of each rollout: all continuations of its first prefix length, then of its second, ..."""
+    prefixes = [(row, length) for row, rollout in enumerate(rollouts) for length in _lengths(rollout, fractions)]
+    open_ended = [(row, length) for row, length in prefixes if not _complete(rollouts[row], length)]
+    prompts = [_prefixed(rollouts[row], length) for row, length in open_ended]
+    room = _context(teacher.model)
+    limits = [min(teacher.settings.max_tokens, max(1, room - len(prompt.token_ids))) for prompt in prompts]
+    written = iter(teacher.sample(prompts, seed=seed, step=0, samples=continuations, max_tokens=limits))
+    texts: list[list[str]] = [[] for _ in rollouts]
+    for row, length in prefixes:
+        prefix = rollouts[row].response_ids[:length]
+        if _complete(rollouts[row], length):
+            texts[row] += [_text(tokenizer, prefix)] * continuations
+        else:
+            texts[row] += [_text(tokenizer, torch.cat([prefix, next(written).response_ids])) for _ in range(continuations)]
+    return texts
+
+
+def _prefixed(rollout: Rollout, length: int) -> Prompt:
+    """The prompt with the rollout's beginning; its noise is the same for every length."""
+    ids = (*rollout.prompt.token_ids, *rollout.response_ids[:length].tolist())
+    return replace(rollout.prompt, id=f"{rollout.prompt.id}@{rollout.sample}", token_ids=ids)
+
+
+def _complete(rollout: Rollout, length: int) -> bool:
+    return rollout.stop_reason == "eos" and length >= len(rollout)
+
+
+def _text(tokenizer: Any, ids: Tensor) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _judge(check: Checker, pairs: Sequence[tuple[Prompt, str]]) -> list[float]:
+    return [verdict.score for verdict in check([prompt for prompt, _ in pairs], [text for _, text in pairs])]
+
+
+def _context(model: Any) -> int:
+    """Tokens that a model can see; without a limit, a number that never binds."""
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    most = getattr(config, "max_position_embeddings", None)
+    return 2**31 if most is None else int(most)

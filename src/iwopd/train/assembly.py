@@ -17,7 +17,7 @@ from iwopd.data.prompts import PromptOrder, load_prompts
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
 from iwopd.lm import ResponseModel
-from iwopd.models import ModelError, load_model, load_tokenizer, stop_ids
+from iwopd.models import check_same_tokenizer, check_vocabulary, load_model, load_tokenizer, stop_ids
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
@@ -122,40 +122,16 @@ def _models(config: Config, world: tiny.World | None, device: torch.device) -> t
     student = _load(config, config.models.student, device)
     teacher = _load(config, config.models.teacher, device).eval()
     for name, model in (("student", student), ("teacher", teacher)):
-        _check_vocabulary(name, model, tokenizer)
-    _check_tokenizer(config.models.teacher, tokenizer, config)
+        check_vocabulary(name, model, tokenizer)
+    check_same_tokenizer(tokenizer, config.models.teacher, trust_remote_code=config.models.trust_remote_code)
     return tokenizer, student, teacher
-
-
-def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
-    rows = model.get_output_embeddings().weight.shape[0]
-    if rows < len(tokenizer):
-        raise ConfigError(
-            f"the student's tokenizer has {len(tokenizer)} ids, the {name}'s output matrix {rows} rows: all models must share "
-            "the student's vocabulary"
-        )
-
-
-def _check_tokenizer(source: str, tokenizer: Any, config: Config) -> None:
-    """If the teacher brings a tokenizer, its ids must mean what the student's mean."""
-    try:
-        other = load_tokenizer(source, trust_remote_code=config.models.trust_remote_code)
-    except ModelError:
-        return  # it brings none
-    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in (tokenizer, other))
-    wrong = next((i for i, token in sorted(ours.items()) if theirs.get(i) != token), None)
-    if wrong is not None:
-        raise ConfigError(
-            f"id {wrong} is {ours[wrong]!r} for the student and {theirs.get(wrong)!r} for the teacher {source}: their "
-            "tokenizers differ, so the teacher would score other texts than the student wrote"
-        )
 
 
 def _reference(config: Config, world: tiny.World | None, tokenizer: Any, device: torch.device) -> Any:
     source = config.models.reference or (world.student if world is not None else config.models.student)
     assert source is not None
     model = _load(config, source, device).eval()
-    _check_vocabulary("reference", model, tokenizer)
+    check_vocabulary("reference", model, tokenizer)
     return model
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from iwopd import algo
 from iwopd.algo.signal import TrainingSignal
 from iwopd.config import Method, Optim
-from iwopd.lm import ResponseModel, Sequences, micro_batches, padding_waste
+from iwopd.lm import ResponseModel, Sequences
 from iwopd.train.ranks import Ranks
-from iwopd.types import TokenBatch
+from iwopd.types import Rollout, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,20 @@ class Update:
     stats: algo.PolicyStats
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """A forward pass that waits for its backward pass."""
+
+    sequences: Sequences
+    hidden: Tensor
+    """[N, H] with its graph."""
+
+    def fits(self, sequences: Sequences) -> bool:
+        """Whether it is that of these sequences."""
+        same = (sequences.input_ids, self.sequences.input_ids), (sequences.response_ids, self.sequences.response_ids)
+        return all(torch.equal(one, other) for one, other in same)
+
+
 class Learner:
     """Owns the optimizer of a student."""
 
@@ -44,11 +58,35 @@ class Learner:
         self.accelerator, self.ranks = accelerator, ranks
         self.parameters = [parameter for parameter in lm.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+            self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
         )
+        self._forward: _Forward | None = None
         _switch_off_dropout(lm.model)
         if optim.gradient_checkpointing:
             lm.model.gradient_checkpointing_enable()
+
+    def old_logprobs(self, rollouts: Sequence[Rollout]) -> list[Tensor] | None:
+        """Log-probs [T] of each rollout from the forward pass of the coming update, which then need not run it again.
+
+        None if that pass must wait for the signal: it is the old policy's only if the step has one update, and to keep it costs
+        no more memory than the update needs anyway only if it is one micro-batch. A scorer has to do it then.
+        """
+        self._forward = None
+        lengths = [len(rollout.prompt.token_ids) + len(rollout) for rollout in rollouts]
+        groups = self.lm.micro_batches(lengths, self.optim.token_budget)
+        one_update = self.optim.ppo_epochs == self.optim.mini_batches == self.ranks.count == 1
+        if not (one_update and len(groups) == 1 and self.lm.fused):
+            return None
+        self.lm.model.train()
+        sequences = Sequences.from_rollouts([rollouts[row] for row in groups[0]]).to(self.lm.device)
+        hidden = self._hidden(sequences)
+        with torch.no_grad(), self.accelerator.autocast():
+            values = self.lm.head_logprobs(hidden, sequences.response_ids[sequences.mask]).cpu()
+        if not values.isfinite().all():
+            return None  # the scorer's business, whose errors have names
+        self._forward = _Forward(sequences, hidden)
+        parts = dict(zip(groups[0], values.split([len(rollouts[row]) for row in groups[0]]), strict=True))
+        return [parts[row] for row in range(len(rollouts))]
 
     def update(self, batch: TokenBatch, signal: TrainingSignal, *, seed: int, step: int) -> Update:
         """Train on a batch whose advantages and weights are known. The batch is the whole step's, on every rank."""
@@ -96,7 +134,7 @@ class Learner:
         """Backward over this rank's rows; returns loss and statistics of all ranks."""
         mine = rows[self.ranks.rank :: self.ranks.count]
         totals = (batch.prompt_mask.sum(-1) + batch.lengths)[mine].tolist() if mine else []
-        groups = micro_batches(totals, self.optim.token_budget)
+        groups = self.lm.micro_batches(totals, self.optim.token_budget)
         loss, parts = 0.0, []
         for group in groups:
             try:
@@ -110,20 +148,21 @@ class Learner:
         everyone = self.ranks.gather((loss, [_on_cpu(part) for part in parts]))
         merged = [part for _, stats in everyone for part in stats]
         stats = algo.PolicyStats.merge(merged) if merged else _no_stats()
-        return sum(value for value, _ in everyone), stats, padding_waste(totals, groups)
+        return sum(value for value, _ in everyone), stats, self.lm.padding_waste(totals, groups)
 
     def _loss(self, batch: TokenBatch, signal: TrainingSignal, rows: Sequence[int], denominator: int) -> algo.PolicyLoss:
         part = batch.select(rows)
         device, width = self.lm.device, part.mask.shape[1]
         sequences = Sequences.from_batch(part).to(device)
 
-        def cut(values: Tensor) -> Tensor:
-            return values[rows, :width].to(device)
+        def flat(values: Tensor) -> Tensor:
+            """[N] of the response tokens, row after row."""
+            return values[part.mask].to(device)
 
         correction = None
         if part.rollout_logprobs is not None:
             threshold = self.method.correction_threshold
-            correction = algo.rollout_correction(part.old_logprobs, part.rollout_logprobs, part.mask, threshold).to(device)
+            correction = flat(algo.rollout_correction(part.old_logprobs, part.rollout_logprobs, part.mask, threshold))
         reference = part.reference_logprobs
         terms: dict[str, Any] = {
             "denominator": denominator,
@@ -131,20 +170,19 @@ class Learner:
             "dual_clip": None if math.isinf(self.method.dual_clip) else self.method.dual_clip,
             "correction": correction,
             "kl_coef": self.method.kl_coef,
-            "reference_logprobs": None if reference is None else reference.to(device),
+            "reference_logprobs": None if reference is None else flat(reference),
         }
-        old, advantages, supervised = part.old_logprobs.to(device), cut(signal.advantages), cut(signal.supervised)
+        advantages, supervised = flat(signal.advantages[rows, :width]), flat(signal.supervised[rows, :width])
+        old = flat(part.old_logprobs)
         if not self.lm.fused:
             with self.accelerator.autocast():
-                logprobs = self.lm.logprobs(sequences)
+                logprobs = self.lm.logprobs(sequences)[sequences.mask]
             return algo.policy_loss(logprobs, old, advantages, supervised, **terms)
-        with self.accelerator.autocast():
-            hidden = self.lm.hidden(sequences)
         weight, bias = self.lm.head
         return algo.fused_policy_loss(
-            hidden,
+            self._hidden(sequences),
             weight,
-            sequences.response_ids,
+            sequences.response_ids[sequences.mask],
             old,
             advantages,
             supervised,
@@ -154,6 +192,14 @@ class Learner:
             entropy_coef=self.method.entropy_coef,
             **terms,
         )
+
+    def _hidden(self, sequences: Sequences) -> Tensor:
+        """Hidden states [N, H] of the response tokens: those of the pass that is waiting, or of a new one."""
+        ready, self._forward = self._forward, None
+        if ready is not None and ready.fits(sequences):
+            return ready.hidden
+        with self.accelerator.autocast():
+            return self.lm.token_hidden(sequences)
 
 
 def _switch_off_dropout(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ import signal as os_signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
@@ -17,11 +17,11 @@ from iwopd import algo
 from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.config import Config
 from iwopd.errors import UserError
-from iwopd.eval.runner import evaluate
 from iwopd.lm import Sequences
 from iwopd.train.assembly import Parts
 from iwopd.train.checkpoint import CheckpointStore
-from iwopd.train.metrics import kept_rollouts, step_metrics, training_progress
+from iwopd.train.evaluation import evaluate_tasks, keep_best
+from iwopd.train.metrics import step_metrics, training_progress
 from iwopd.train.rundir import RunDirectory
 from iwopd.train.tracking import Tracker
 from iwopd.types import Rollout, ScoredRollout, StepStats, TokenBatch
@@ -45,6 +45,16 @@ class Progress:
     step: int = 0
     skipped_in_a_row: int = 0
     skipped: int = 0
+    best: float | None = None
+    """Highest accuracy of the task that `checkpoint.best` names, and the step it was reached at."""
+    best_step: int | None = None
+
+    def note(self, step: int, accuracy: float | None) -> bool:
+        """Whether this is the best yet (and if it is, remember it)."""
+        if accuracy is None or (self.best is not None and accuracy <= self.best):
+            return False
+        self.best, self.best_step = accuracy, step
+        return True
 
 
 def train(
@@ -55,7 +65,7 @@ def train(
         if done.step < config.steps:
             _check_heads(config, parts, tracker, done.step + 1)
         if done.step == 0:
-            _evaluate(config, parts, run, tracker, 0)
+            evaluate_tasks(config, parts, run, tracker, 0)
         for step in range(done.step + 1, config.steps + 1):
             clock = Clock()
             prompts = parts.order.batch(step)
@@ -76,8 +86,9 @@ def train(
             metrics = step_metrics(batch, signal, rollouts, update, floored)
             stats = StepStats(step, update.loss, update.grad_norm, update.tokens, len(rollouts), skipped, clock.laps, metrics)
             tracker.step(stats)
+            better = False
             if step % config.eval.every == 0 or step == config.steps:
-                _evaluate(config, parts, run, tracker, step)
+                better = done.note(step, evaluate_tasks(config, parts, run, tracker, step).get(config.checkpoint.best or ""))
             if done.skipped_in_a_row >= MOST_SKIPPED:
                 raise TrainingStoppedError(
                     f"loss or gradient was not finite in {MOST_SKIPPED} steps in a row, up to step {step}; no such update "
@@ -85,7 +96,7 @@ def train(
                     exit_code=1,
                 )
             stop = max(parts.ranks.gather(interrupted[0] if interrupted else 0))  # all ranks stop after the same step
-            if step % config.checkpoint.every == 0 or step == config.steps or stop:
+            if step % config.checkpoint.every == 0 or step == config.steps or stop or better:
                 save(parts, store, done)
             if stop:
                 name = os_signal.Signals(stop).name
@@ -95,15 +106,17 @@ def train(
 
 def save(parts: Parts, store: CheckpointStore, done: Progress) -> None:
     if parts.ranks.is_main:
-        state = {"step": done.step, "skipped": done.skipped, "skipped_in_a_row": done.skipped_in_a_row}
+        state = asdict(done)
         store.save(done.step, model=parts.student, tokenizer=parts.tokenizer, optimizer=parts.learner.optimizer, state=state)
+        keep_best(store, done.best_step)
 
 
 def _score(config: Config, parts: Parts, rollouts: list[Rollout]) -> tuple[list[ScoredRollout], int]:
     """Old, teacher and reference log-probs; impossible tokens floored and counted."""
 
     def work(mine: Any) -> list[tuple[ScoredRollout, int]]:
-        old, teacher = parts.student_scorer.score(mine), parts.teacher_scorer.score(mine)
+        old = parts.learner.old_logprobs(mine) or parts.student_scorer.score(mine)
+        teacher = parts.teacher_scorer.score(mine)
         reference = parts.reference_scorer.score(mine) if parts.reference_scorer else [None] * len(mine)
         results = []
         for rollout, lp_0, lp_t, lp_r in zip(mine, old, teacher, reference, strict=True):
@@ -154,28 +167,10 @@ def _check_heads(config: Config, parts: Parts, tracker: Tracker, step: int) -> N
                 f"the {name}'s own logits differ from its output matrix by {difference:.3g} (a soft cap or a scale?): "
                 "using its own logits, which takes more memory"
             )
+        elif models[0].packing_obstacle is not None:
+            tracker.say(f"the {name}'s answers are padded to equal lengths, which takes longer: {models[0].packing_obstacle}")
     if config.method.entropy_coef and not parts.learner.lm.fused:
         raise TrainingStoppedError("the entropy bonus needs the fused head, which this student does not fit", exit_code=2)
-
-
-def _evaluate(config: Config, parts: Parts, run: RunDirectory, tracker: Tracker, step: int) -> None:
-    if parts.task is None:
-        return
-    start = time.perf_counter()
-    samples = config.eval.samples
-
-    def write(prompts: Any) -> list[Rollout]:
-        # The same noise at every step and for every method: differences are the model's.
-        return parts.ranks.share(
-            prompts, lambda mine: parts.eval_sampler.sample(mine, seed=config.seed, step=0, samples=samples)
-        )
-
-    evaluation = evaluate(parts.task, write, parts.tokenizer, samples=samples, step=step)
-    if not parts.ranks.is_main:
-        return
-    tracker.evaluation(evaluation.result, time.perf_counter() - start)
-    for record in kept_rollouts(config, parts, evaluation, step):
-        run.append("rollouts.jsonl", record)
 
 
 def _dump(run: RunDirectory, batch: TokenBatch, signal: TrainingSignal, step: int) -> None:

@@ -68,7 +68,7 @@ class Runs:
         return Job(f"{variant.title}, lineage {lineage}, seed {seed}", self.root / config_key(config), config)
 
     def jobs(self, variants: Iterable[Variant]) -> list[Job]:
-        """All runs of these variants, each once, seeds first: an interrupted sweep has whole methods rather than whole seeds."""
+        """All runs of these variants, each once; an interrupted sweep has some seeds of every method."""
         found: dict[Path, Job] = {}
         for lineage, seed in self.members:
             for variant in variants:

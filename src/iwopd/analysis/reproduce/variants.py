@@ -40,9 +40,7 @@ OPD_FASTER = Variant("OPD, lr x 1.25", METHODS["opd"], lr_factor=1.25)
 IW_MEAN_ONE = Variant(
     "IW-OPD, weights of mean one", {"weights": "cumulative-share", "params": {"gamma": 0.5, "normalize": "mean-one"}}
 )
-IDEAL = tuple(
-    Variant(f"Ideal weight, alpha {alpha:g}", {"weights": "ideal", "params": {"alpha": alpha}}) for alpha in ALPHAS
-)
+IDEAL = tuple(Variant(f"Ideal weight, alpha {alpha:g}", {"weights": "ideal", "params": {"alpha": alpha}}) for alpha in ALPHAS)
 ABLATIONS = tuple(
     method(name)
     for name in (
@@ -60,10 +58,12 @@ EXOPD, IW_EXOPD = method("exopd"), method("iw-exopd")
 
 
 def sized(variant: Variant, student: str) -> Variant:
-    """The same with another student."""
-    return Variant(f"{variant.title}, {student} student", variant.method, variant.lr_factor, {"student_size": student})
+    """The same with another student; the medium one is the world's own, so that its runs are shared."""
+    models = {} if student == "medium" else {"student_size": student}
+    return Variant(f"{variant.title}, {student} student", variant.method, variant.lr_factor, models)
 
 
 def taught(variant: Variant, teacher: str) -> Variant:
-    """The same with another teacher."""
-    return Variant(f"{variant.title}, {teacher} teacher", variant.method, variant.lr_factor, {"teacher_size": teacher})
+    """The same with another teacher; the strong one is the world's own."""
+    models = {} if teacher == "strong" else {"teacher_size": teacher}
+    return Variant(f"{variant.title}, {teacher} teacher", variant.method, variant.lr_factor, models)

@@ -1,0 +1,56 @@
+"""Top-k overlap: how many of the k likeliest next tokens two models have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from iwopd.algo.head import OutputHead, row_chunks
+
+
+class Overlap(NamedTuple):
+    """Of each token, in [0, 1]."""
+
+    shared: Tensor
+    """`|top-k(student) & top-k(teacher)| / k`."""
+    same_first: Tensor
+    """1 where both find the same token likeliest, else 0."""
+
+
+@torch.no_grad()
+def overlap(logits: Tensor, teacher_logits: Tensor, k: int) -> Overlap:
+    """Top-k overlap [...] of logits [..., V]. Ties at the border are broken as `torch.topk` does."""
+    if logits.shape != teacher_logits.shape:
+        raise ValueError(f"student logits have shape {list(logits.shape)}, the teacher's {list(teacher_logits.shape)}")
+    if not 1 <= k <= logits.shape[-1]:
+        raise ValueError(f"k must lie in 1..{logits.shape[-1]}, the size of the vocabulary, got {k}")
+    ours, theirs = logits.topk(k, -1).indices, teacher_logits.topk(k, -1).indices  # [..., k], likeliest first
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    both = (ours[..., :, None] == theirs[..., None, :]).any(-1)
+    return Overlap(both.to(dtype).mean(-1), (ours[..., 0] == theirs[..., 0]).to(dtype))
+
+
+@torch.no_grad()
+def token_overlap(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    vocab_size: int | None = None,
+) -> Overlap:
+    """The same from hidden states [N, H] and output matrices, in chunks of rows: a [N, V] tensor never exists."""
+    head = OutputHead.build(hidden, weight, bias, 1.0, vocab_size)  # the order of logits is the same at any temperature
+    teacher = replace(OutputHead.build(teacher_hidden, teacher_weight, teacher_bias, 1.0, vocab_size), dtype=head.dtype)
+    shared = torch.empty(len(hidden), dtype=head.dtype, device=hidden.device)
+    same_first = torch.empty_like(shared)
+    for chunk in row_chunks(head, hidden, spare=1):
+        found = overlap(chunk.logits, teacher.logits(teacher_hidden[chunk.source], chunk.spare[0]), k)
+        shared[chunk.rows], same_first[chunk.rows] = found
+    return Overlap(shared, same_first)

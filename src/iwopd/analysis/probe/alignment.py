@@ -1,0 +1,173 @@
+"""Gradient alignment: does an update point to where correct solutions become likelier?
+
+The update of a rule on a batch is `sum_t w[t] A[t] grad lp[t]` over the rollouts' tokens (the loss's gradient at ratio 1; its
+denominator does not turn it). The reference is `sum_t grad lp[t]` over the tokens of correct solutions to the same prompts. The
+cosine of the two says how much of a step is progress; it needs no training and no sampling beyond the rollouts.
+
+Memory: the parameters, the reference gradient and one update, plus the activations of one micro-batch. So rules are the outer
+loop and micro-batches the inner one. If the batch is one micro-batch, its forward pass is kept for all rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from iwopd.algo._checks import wide
+from iwopd.algo.drift import drift_regions
+from iwopd.analysis.probe.intervals import over_batches
+from iwopd.analysis.probe.result import Aligned, Alignment, Drift
+from iwopd.analysis.probe.rules import Rule
+from iwopd.lm import ResponseModel, Sequences
+from iwopd.types import Rollout
+
+TOKEN_BUDGET = 4096
+"""Tokens of one micro-batch."""
+DOT_ELEMENTS = 2**22
+"""Elements of a dot product that are widened to float64 at a time."""
+REGIONS = {
+    "before": "OPD before the first drift",
+    "at": "OPD on the first drift",
+    "until": "OPD up to and with the first drift",
+    "after": "OPD behind the first drift",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class AlignmentBatch:
+    """Rollouts with their scores, and one correct solution for each of their prompts."""
+
+    rollouts: list[Rollout]
+    mask: Tensor
+    """[B, T]"""
+    student_logprobs: Tensor
+    teacher_logprobs: Tensor
+    gap: Tensor
+    solutions: list[tuple[Tensor, Tensor]]
+    """Prompt ids and solution ids, end-of-sequence included."""
+
+
+class TokenGradients:
+    """Gradients of weighted sums of token log-probs, by all trainable parameters, one at a time."""
+
+    def __init__(
+        self, lm: ResponseModel, prompts: Sequence[Tensor], responses: Sequence[Tensor], budget: int = TOKEN_BUDGET
+    ) -> None:
+        self.lm = lm
+        self.parameters = [parameter for parameter in lm.model.parameters() if parameter.requires_grad]
+        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+        self.batches = [
+            (rows, Sequences.build([prompts[row] for row in rows], [responses[row] for row in rows]).to(lm.device))
+            for rows in lm.micro_batches(lengths, budget)
+        ]
+        self._kept: Tensor | None = None
+
+    def of(self, coefficients: Tensor) -> list[Tensor]:
+        """The gradient of `sum_t coefficients[t] * lp[t]`; coefficients are [B, T], 0 outside the mask."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for rows, sequences in self.batches:
+            wanted = coefficients[rows, : sequences.mask.shape[1]].to(self.lm.device)
+            if bool((wanted != 0).any()):
+                logprobs = self._logprobs(sequences)
+                (logprobs * wanted.to(logprobs.dtype)).sum().backward(retain_graph=self._kept is not None)
+        gradient = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return gradient
+
+    def _logprobs(self, sequences: Sequences) -> Tensor:
+        if self._kept is not None:
+            return self._kept
+        logprobs = self.lm.logprobs(sequences)
+        if len(self.batches) == 1 and self.lm.fused:
+            self._kept = logprobs
+        return logprobs
+
+
+def cosine(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Cosine of two gradients; NaN if one of them is zero."""
+    size = math.sqrt(_dot(first, first)) * math.sqrt(_dot(second, second))
+    return _dot(first, second) / size if size > 0 else math.nan
+
+
+def batch_cosines(
+    lm: ResponseModel,
+    batch: AlignmentBatch,
+    rules: Sequence[Rule],
+    threshold: float,
+    *,
+    budget: int = TOKEN_BUDGET,
+    advance: Callable[[int], None] = lambda directions: None,
+) -> dict[str, float]:
+    """Cosine of every rule's update, and of OPD's on each region, with the gradient towards the solutions."""
+    solutions = TokenGradients(lm, [prompt for prompt, _ in batch.solutions], [ids for _, ids in batch.solutions], budget)
+    width = max(len(ids) for _, ids in batch.solutions)
+    lengths = torch.tensor([len(ids) for _, ids in batch.solutions])
+    target = solutions.of((torch.arange(width)[None] < lengths[:, None]).float())
+    del solutions  # and its forward pass
+    prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in batch.rollouts]
+    updates = TokenGradients(lm, prompts, [rollout.response_ids for rollout in batch.rollouts], budget)
+    found = {}
+    for key, coefficients in _directions(batch, rules, threshold).items():
+        found[key] = cosine(updates.of(coefficients), target)
+        advance(1)
+    return found
+
+
+def measure_alignment(
+    lm: ResponseModel,
+    batches: Sequence[AlignmentBatch],
+    rules: Sequence[Rule],
+    drift: Drift,
+    *,
+    budget: int = TOKEN_BUDGET,
+    advance: Callable[[int], None] = lambda directions: None,
+) -> Alignment:
+    """Cosines over batches, with t intervals and paired differences to plain OPD (the rule `opd`)."""
+    lm.model.eval()
+    rows = [batch_cosines(lm, batch, rules, drift.threshold, budget=budget, advance=advance) for batch in batches]
+    shares = {"before": drift.before, "at": drift.at, "until": drift.until, "after": drift.after}
+
+    def aligned(key: str, title: str) -> Aligned:
+        return Aligned(
+            key=key,
+            title=title,
+            cosine=over_batches([row[key] for row in rows]),
+            gain=None if key == "opd" else over_batches([row[key] - row["opd"] for row in rows]),
+            share=shares.get(key),
+        )
+
+    return Alignment(
+        batches=len(batches),
+        batch_prompts=len(batches[0].solutions),
+        rules=[aligned(rule.key, rule.title) for rule in rules],
+        regions=[aligned(key, title) for key, title in REGIONS.items()],
+    )
+
+
+def directions_of(rules: Sequence[Rule]) -> int:
+    """How many gradients a batch takes."""
+    return len(rules) + len(REGIONS)
+
+
+def _directions(batch: AlignmentBatch, rules: Sequence[Rule], threshold: float) -> dict[str, Tensor]:
+    """Coefficients [B, T] of each update."""
+    found = {rule.key: rule.signal(batch.teacher_logprobs, batch.student_logprobs, batch.mask).advantages for rule in rules}
+    before, at, after = drift_regions(batch.gap, batch.mask, threshold)
+    for key, region in (("before", before), ("at", at), ("until", before | at), ("after", after)):
+        found[key] = torch.where(region, batch.gap, 0.0)
+    return found
+
+
+def _dot(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """In float64, a piece at a time: a sum of a billion float32 products would lose its last digits."""
+    total = 0.0
+    for ours, theirs in zip(first, second, strict=True):
+        pieces = zip(ours.flatten().split(DOT_ELEMENTS), theirs.flatten().split(DOT_ELEMENTS), strict=True)
+        total += sum(float(torch.dot(wide(a), wide(b))) for a, b in pieces)
+    return total

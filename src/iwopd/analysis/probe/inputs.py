@@ -1,0 +1,190 @@
+"""What a probe works with: two models, prompts, a checker, and correct solutions where there are some."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from iwopd import tiny
+from iwopd.analysis.probe.result import ProbeError
+from iwopd.data.chat import encode
+from iwopd.data.prompts import load_prompts
+from iwopd.eval.catalog import TaskSpec, find_task, load_task
+from iwopd.eval.checkers import exact_checker, math_checker
+from iwopd.eval.sources import Local, local_copy, records
+from iwopd.eval.task import Checker, one_by_one
+from iwopd.models import check_same_tokenizer, check_vocabulary, load_model, load_tokenizer
+from iwopd.tiny.task import right_solution
+from iwopd.types import Prompt
+
+MAX_PROMPT_TOKENS = 2048
+
+
+@dataclass
+class Pair:
+    """Student and teacher, loaded, with the vocabulary that they share."""
+
+    tokenizer: Any
+    student: Any
+    teacher: Any
+    """None once it has done its part: a large teacher would be in the way of the gradients."""
+    student_name: str
+    teacher_name: str
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokenizer)
+
+    @property
+    def pad_id(self) -> int:
+        return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+
+
+@dataclass(frozen=True)
+class Material:
+    """Prompts and what is known about them."""
+
+    prompts: list[Prompt]
+    check: Checker | None = None
+    checkable: frozenset[str] = frozenset()
+    """Ids of the prompts that the checker can judge."""
+    solutions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By prompt id: ids of a correct solution, end-of-sequence included."""
+    task: str | None = None
+    notes: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    """How long answers are, where the task knows."""
+
+
+def open_pair(
+    student: str,
+    teacher: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    names: tuple[str, str] | None = None,
+) -> Pair:
+    """Load both models and refuse a pair that does not share a vocabulary."""
+    tokenizer = load_tokenizer(student, trust_remote_code=trust_remote_code)
+    check_same_tokenizer(tokenizer, teacher, trust_remote_code=trust_remote_code)
+    models = []
+    for name, source in (("student", student), ("teacher", teacher)):
+        model = load_model(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code).eval()
+        check_vocabulary(name, model, tokenizer)
+        models.append(model)
+    models[1].requires_grad_(False)
+    shown = names or (student, teacher)
+    return Pair(tokenizer, models[0], models[1], shown[0], shown[1])
+
+
+def world_material(world: tiny.World, count: int) -> Material:
+    """Evaluation prompts of an embedded world; every one has a solution."""
+    prompts = world.eval_prompts(count)
+    return Material(
+        prompts,
+        one_by_one(world.check),
+        _all_ids(prompts),
+        _tiny_solutions(prompts, world.tokenizer),
+        f"world {world.recipe.name}",
+        max_tokens=world.max_response_tokens,
+    )
+
+
+def task_material(name: str, tokenizer: Any, *, data: Path | None, limit: int, chat: bool = True) -> Material:
+    """Prompts and checker of a named task; solutions from the field `solution` of its data, if it has one."""
+    spec = find_task(name)
+    task = load_task(spec, tokenizer, data=data, limit=limit, chat=chat)
+    prompts = list(task.prompts)
+    if spec.checker == "tiny":
+        solutions = _tiny_solutions(prompts, tokenizer)
+    else:
+        solutions = _encoded(_task_solutions(spec, data), prompts, tokenizer) if spec.checker != "code" else {}
+    return Material(prompts, task.check, _all_ids(prompts), solutions, task.name, max_tokens=task.max_tokens)
+
+
+def file_material(path: Path, tokenizer: Any, *, limit: int, task: str | None = None) -> Material:
+    """Prompts of a JSONL file (`data/prompts.py`), with `answer` and `solution` where it has them.
+
+    Answers are checked as the task does, or without one as math: last box, up to symbolic equivalence.
+    """
+    spec = None if task is None else find_task(task)
+    loaded = load_prompts(path, tokenizer, MAX_PROMPT_TOKENS)
+    notes = []
+    if loaded.too_long:
+        notes.append(f"{loaded.too_long} prompts have more than {MAX_PROMPT_TOKENS} tokens and were left out")
+    prompts = loaded.prompts[:limit]
+    is_tiny = spec is not None and spec.checker == "tiny"
+    checkable = _all_ids(prompts) if is_tiny else frozenset(prompt.id for prompt in prompts if prompt.answer is not None)
+    if 0 < len(checkable) < len(prompts):
+        silent = len(prompts) - len(checkable)
+        notes.append(f"{silent} of {len(prompts)} prompts have no answer: the hand-off curve is without them")
+    return Material(
+        prompts,
+        _file_checker(spec, prompts) if checkable else None,
+        checkable,
+        _encoded(_file_solutions(path), prompts, tokenizer),
+        None if spec is None else spec.name,
+        tuple(notes),
+        tiny.max_response_tokens(tiny.world_recipe(spec.world).operands) if spec is not None and is_tiny else None,
+    )
+
+
+def _file_checker(spec: TaskSpec | None, prompts: list[Prompt]) -> Checker:
+    kind = "math" if spec is None else spec.checker
+    if kind == "code":
+        raise ProbeError(f"the task {spec.name if spec else ''!r} checks its own problems only: leave --prompts out")
+    if kind == "tiny":
+        for prompt in prompts:
+            try:
+                tiny.check(prompt.text, "")
+            except ValueError as error:
+                raise ProbeError(f"prompt {prompt.id!r} is no problem of the embedded world: {error}") from None
+        return one_by_one(lambda prompt, text: tiny.check(prompt.text, text))
+    return exact_checker if kind == "exact" else math_checker
+
+
+def _all_ids(prompts: list[Prompt]) -> frozenset[str]:
+    return frozenset(prompt.id for prompt in prompts)
+
+
+def _tiny_solutions(prompts: list[Prompt], tokenizer: Any) -> dict[str, tuple[int, ...]]:
+    return {p.id: _ids(right_solution(p.metadata["expression"]), tokenizer) for p in prompts}
+
+
+def _task_solutions(spec: TaskSpec, data: Path | None) -> dict[str, str]:
+    source = Local(data) if data is not None else local_copy(spec.local_name) or spec.source
+    if source is None:
+        return {}
+    found = {}
+    for number, (_, item) in enumerate(records(source.fetch())):
+        if isinstance(item.get("solution"), str):
+            found[str(item.get(spec.id, item.get("id", f"{spec.name}/{number}")))] = item["solution"]
+    return found
+
+
+def _file_solutions(path: Path) -> dict[str, str]:
+    """`solution` of every line that has one; the file was read before, so its lines are objects."""
+    found = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip():
+            item = json.loads(line)
+            solution = item.get("solution")
+            if solution is not None and not isinstance(solution, str):
+                raise ProbeError(f"{path}, line {number}: 'solution' must be a text, got {type(solution).__name__}")
+            if solution:
+                found[str(item.get("id", number))] = solution
+    return found
+
+
+def _encoded(solutions: Mapping[str, str], prompts: list[Prompt], tokenizer: Any) -> dict[str, tuple[int, ...]]:
+    return {prompt.id: _ids(solutions[prompt.id], tokenizer) for prompt in prompts if prompt.id in solutions}
+
+
+def _ids(solution: str, tokenizer: Any) -> tuple[int, ...]:
+    """A solution as the student should have written it: its end belongs to it."""
+    end = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    return (*encode(tokenizer, solution), *end)

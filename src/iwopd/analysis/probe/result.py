@@ -1,0 +1,257 @@
+"""What a probe found, as typed objects and as `probe.json`. `docs/probe.md` explains the fields.
+
+A number that does not exist (a mean over nothing, an interval of one prompt) is None here and null in the file, never NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from iwopd.errors import UserError
+
+FORMAT = 1
+Bias = Literal["strong", "moderate", "none", "unclear", "unmeasurable"]
+
+
+class ProbeError(UserError, ValueError):
+    """Options or files that a probe cannot use, with the way out."""
+
+
+def _number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Number = Annotated[float | None, BeforeValidator(_number)]
+
+
+class Part(BaseModel):
+    """A piece of the result. Unknown fields are ignored, so that later versions may add some."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class Estimate(Part):
+    """A number with its 95 % interval."""
+
+    mean: Number
+    low: Number = None
+    high: Number = None
+
+
+class Curve(Part):
+    """The same along an axis; lists of equal length."""
+
+    mean: list[Number]
+    low: list[Number]
+    high: list[Number]
+
+
+class Handoff(Part):
+    """Accuracies in [0, 1] when the teacher finishes what the student began (Fig. 1b)."""
+
+    fractions: list[float]
+    teacher: Curve
+    student: Estimate | None
+    """The student's own answers; None if every one of them was cut off."""
+    fall: Estimate
+    """Accuracy at the first fraction minus accuracy at the last, paired by prompt."""
+    problems: int
+    continuations: int
+
+
+class Positions(Part):
+    """Discrepancy along the response, in K equal bins of relative position; nats a token."""
+
+    edges: list[float]
+    """[K + 1]"""
+    tokens: list[int]
+    abs_gap: Curve
+    gap: Curve
+    kl: Curve
+    """Full-vocabulary KL(student || teacher)."""
+    share: Curve
+    """Each bin's part of the total of |gap|."""
+    kl_share: Curve
+    mean_abs_gap: Estimate
+    mean_kl: Estimate
+    half: Estimate
+    """Relative position at which half of the total of |gap| is spent."""
+    first_30: Estimate
+    """Part of the total of |gap| on the first 30 % of the tokens."""
+
+
+class Drift(Part):
+    """The first token of each rollout with gap < -threshold."""
+
+    threshold: float
+    rollouts: Estimate
+    """Share of rollouts that have one."""
+    position: Estimate
+    """Its relative position, where there is one."""
+    before: Estimate
+    """Share of the total of |gap| before the first drift, ..."""
+    at: Estimate
+    """... on it, ..."""
+    until: Estimate
+    """... both, ..."""
+    after: Estimate
+    """... and behind it."""
+
+
+class Overlap(Part):
+    """Likeliest next tokens that the models have in common, by relative position."""
+
+    k: int
+    chance: float
+    """k / vocabulary: what two unrelated models would share."""
+    edges: list[float]
+    shared: Curve
+    same_first: Curve
+    mean_shared: Estimate
+    mean_same_first: Estimate
+
+
+class PrefixLikelihood(Part):
+    """Mean log-likelihood of the student's prefixes under both models, in nats (Fig. 3c)."""
+
+    edges: list[float]
+    """[K + 1]: fractions of the response, or tokens."""
+    rollouts: list[int]
+    """Rollouts that reach the bin."""
+    student: Curve
+    teacher: Curve
+    difference: Curve
+    """Teacher minus student."""
+
+
+class Likelihood(Part):
+    by_fraction: PrefixLikelihood
+    by_token: PrefixLikelihood
+    student: Estimate
+    """Whole responses."""
+    teacher: Estimate
+    difference: Estimate
+
+
+class RuleEffect(Part):
+    """What a weight rule would do to these rollouts."""
+
+    key: str
+    title: str
+    rule: str
+    params: dict[str, Any]
+    weights: Curve
+    """Mean weight by relative position."""
+    effective: Estimate
+    """Effective number of tokens, as a share of all."""
+    first_30: Estimate
+    """Share of the update, by |w A|, on the first 30 % of the tokens."""
+
+
+class Cumulative(Part):
+    """Signed against unsigned prefix sums of the gap, by relative position, in nats (Fig. 4b-c)."""
+
+    signed: Curve
+    unsigned: Curve
+    rebound: Estimate
+    """Largest rise of the signed sum above its lowest value so far, mean over rollouts. The unsigned sum has none."""
+    opposite: Estimate
+    """Share of the total of |gap| on tokens that the teacher likes better than the student does."""
+
+
+class Rules(Part):
+    edges: list[float]
+    rules: list[RuleEffect]
+    cumulative: Cumulative
+
+
+class Aligned(Part):
+    """Cosine of an update with the gradient of the log-likelihood of correct solutions."""
+
+    key: str
+    title: str
+    cosine: Estimate
+    gain: Estimate | None = None
+    """Difference to plain OPD, paired by batch."""
+    share: Estimate | None = None
+    """Of regions: their part of the total of |gap|."""
+
+
+class Alignment(Part):
+    batches: int
+    batch_prompts: int
+    rules: list[Aligned]
+    regions: list[Aligned]
+    """Plain OPD on some tokens only: before, at, until (both) and after the first drift."""
+
+
+class Rollouts(Part):
+    """What everything was measured on."""
+
+    prompts: int
+    rollouts: int
+    empty: int
+    """Nothing but the end-of-sequence token: only the hand-off curve counts these."""
+    truncated: int
+    mean_tokens: Number
+
+
+class Probe(Part):
+    format: int = FORMAT
+    iwopd: str
+    student: str
+    teacher: str
+    task: str | None = None
+    settings: dict[str, Any]
+    rollouts: Rollouts
+    missing: dict[str, str] = Field(default_factory=dict)
+    """Part: why it was not measured."""
+    notes: list[str] = Field(default_factory=list)
+    handoff: Handoff | None = None
+    positions: Positions | None = None
+    drift: Drift | None = None
+    overlap: Overlap | None = None
+    likelihood: Likelihood | None = None
+    rules: Rules | None = None
+    alignment: Alignment | None = None
+    bias: Bias = "unmeasurable"
+    verdict: list[str] = Field(default_factory=list)
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """Wall time by stage."""
+
+
+def write_probe(probe: Probe, path: Path) -> None:
+    """Write `probe.json`, whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(probe.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise ProbeError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read_probe(path: Path) -> Probe:
+    """Read `probe.json` (or the one in the folder `path`)."""
+    path = path / "probe.json" if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProbeError(f"cannot read the probe {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
+        raise ProbeError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict) or "format" not in values:
+        raise ProbeError(f"{path} is not a probe: it has no field 'format'")
+    if values["format"] != FORMAT:
+        raise ProbeError(f"{path} has format {values['format']!r}, this version reads {FORMAT}: run `iwopd probe` again")
+    try:
+        return Probe.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ProbeError(f"{path}: {'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}") from None

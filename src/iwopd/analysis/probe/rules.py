@@ -1,0 +1,101 @@
+"""What each weight rule would do to these very rollouts, without training on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from iwopd.algo import WEIGHT_RULES
+from iwopd.algo.budget import effective_share, region_share
+from iwopd.algo.drift import prefix_sums, rebound
+from iwopd.algo.position import bin_values, fraction_bins
+from iwopd.algo.signal import TrainingSignal, training_signal
+from iwopd.analysis.probe.intervals import Bootstrap
+from iwopd.analysis.probe.positions import beginning
+from iwopd.analysis.probe.result import Cumulative, RuleEffect, Rules
+from iwopd.analysis.probe.scoring import Tokens
+
+GAMMAS = (0.5, 1.0, 2.0, 4.0)
+ALPHAS = (1.0, 0.1, 0.01, 0.001)
+"""Of Fig. 4a-b."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A weight rule with parameters."""
+
+    key: str
+    title: str
+    weights: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+    def signal(self, teacher_logprobs: Tensor, student_logprobs: Tensor, mask: Tensor) -> TrainingSignal:
+        """What training with this rule would start from (a curriculum stands at its beginning)."""
+        return training_signal(
+            teacher_logprobs, student_logprobs, mask, weights=self.weights, weight_params=self.params, progress=0.0
+        )
+
+
+def probe_rules(gamma: float = 0.5) -> list[Rule]:
+    """Plain OPD first, then IW-OPD at several gammas (the asked one among them), all others, and plug-ins at their defaults."""
+    gammas = sorted({*GAMMAS, gamma} - {0.0})
+    rules = [
+        Rule("opd", "OPD", "uniform"),
+        *(Rule(iw_key(g), f"IW-OPD, gamma {g:g}", "cumulative-share", {"gamma": g}) for g in gammas),
+        Rule("surrogate-only", "Surrogate weight only", "cumulative-share", {"blend": False}),
+        Rule("signed", "Signed sum", "signed"),
+        *(Rule(f"ideal-{alpha:g}", f"Ideal weight, alpha {alpha:g}", "ideal", {"alpha": alpha}) for alpha in ALPHAS),
+        Rule("ideal-blend", "Ideal weight, OPD blend", "ideal", {"gamma": 0.5}),
+        Rule("fixed-prefix", "Amplify fixed prefix", "fixed-prefix"),
+        Rule("linear-decay", "Linear decay", "linear-decay"),
+        Rule("linear-decay-4", "Linear decay, gamma 4", "linear-decay", {"gamma": 4.0}),
+        Rule("curriculum", "Manual curriculum, first step", "curriculum"),
+        Rule("prefix-30", "Prefix-30", "prefix-only"),
+        Rule("suffix-30", "Suffix-30", "suffix-only"),
+    ]
+    known = {rule.weights for rule in rules}
+    return rules + [Rule(name, name, name) for name in WEIGHT_RULES if name not in known]
+
+
+def iw_key(gamma: float) -> str:
+    return f"iw-opd-{gamma:g}"
+
+
+def measure_rules(tokens: Tokens, bootstrap: Bootstrap, bins: int, rules: Sequence[Rule]) -> Rules:
+    """Weight curves, effective tokens and the first tokens' share of the update of every rule (Fig. 4b)."""
+    return Rules(
+        edges=[place / bins for place in range(bins + 1)],
+        rules=[_effect(rule, tokens, bootstrap, bins) for rule in rules],
+        cumulative=_cumulative(tokens, bootstrap, bins),
+    )
+
+
+def _effect(rule: Rule, tokens: Tokens, bootstrap: Bootstrap, bins: int) -> RuleEffect:
+    signal = rule.signal(tokens.teacher_logprobs, tokens.student_logprobs, tokens.mask)
+    weights, update = signal.weights.double(), signal.advantages.double().abs()
+    first = torch.where(beginning(tokens.mask), update, 0.0)
+    return RuleEffect(
+        key=rule.key,
+        title=rule.title,
+        rule=rule.weights,
+        params=rule.params,
+        weights=bootstrap.mean_curve(bin_values(weights, fraction_bins(tokens.mask, bins), bins)),
+        effective=bootstrap.estimate(effective_share, weights.sum(-1), weights.square().sum(-1), tokens.mask.sum(-1)),
+        first_30=bootstrap.estimate(region_share, first.sum(-1), update.sum(-1)),
+    )
+
+
+def _cumulative(tokens: Tokens, bootstrap: Bootstrap, bins: int) -> Cumulative:
+    """Signed and unsigned prefix sums: the first take back what the second keep (Fig. 4b-c)."""
+    index = fraction_bins(tokens.mask, bins)
+    size = torch.where(tokens.mask, tokens.gap.abs(), 0.0).double()
+    return Cumulative(
+        signed=bootstrap.mean_curve(bin_values(prefix_sums(tokens.gap, tokens.mask), index, bins)),
+        unsigned=bootstrap.mean_curve(bin_values(prefix_sums(tokens.gap.abs(), tokens.mask), index, bins)),
+        rebound=bootstrap.mean(rebound(tokens.gap, tokens.mask)),
+        opposite=bootstrap.estimate(region_share, torch.where(tokens.gap > 0, size, 0.0).sum(-1), size.sum(-1)),
+    )

@@ -1,0 +1,120 @@
+"""Every token of the rollouts under both models: log-probs, full-vocabulary KL, top-k overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
+from torch.nn.utils.rnn import pad_sequence
+
+from iwopd import algo
+from iwopd.algo.overlap import Overlap, overlap, token_overlap
+from iwopd.lm import ResponseModel, Sequences
+from iwopd.types import Rollout
+
+TOKEN_BUDGET = 2048
+"""Tokens that go through the models at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Per-token numbers [B, T] of all rollouts, on the CPU, right-padded."""
+
+    mask: Tensor
+    prompts: list[int]
+    """[B] which prompt each rollout answers, numbered from 0 without gaps."""
+    student_logprobs: Tensor
+    teacher_logprobs: Tensor
+    gap: Tensor
+    """`a[t] = lp_T[t] - lp_0[t]`, a teacher's -inf floored."""
+    kl: Tensor
+    """KL(student || teacher) of the next-token distributions."""
+    shared: Tensor
+    """Top-k overlap."""
+    same_first: Tensor
+
+
+def score_tokens(
+    student: ResponseModel,
+    teacher: ResponseModel,
+    rollouts: Sequence[Rollout],
+    *,
+    top_k: int,
+    budget: int = TOKEN_BUDGET,
+    advance: Callable[[int], None] = lambda rollouts: None,
+) -> Tokens:
+    """Score the rollouts; needs at least one, none of them without tokens."""
+    lengths = [len(rollout.prompt.token_ids) + len(rollout) for rollout in rollouts]
+    batches = student.micro_batches(lengths, budget)
+    trial = Sequences.from_rollouts([rollouts[batches[-1][-1]]])  # the shortest
+    for lm in (student, teacher):
+        lm.check_head(trial.to(lm.device))
+    found: list[list[Tensor]] = [[] for _ in rollouts]
+    for rows in batches:
+        chosen = [rollouts[row] for row in rows]
+        values = _score(student, teacher, Sequences.from_rollouts(chosen), top_k)
+        parts = zip(*(value.cpu().split([len(rollout) for rollout in chosen]) for value in values), strict=True)
+        for row, numbers in zip(rows, parts, strict=True):
+            found[row] = list(numbers)
+        advance(len(rows))
+    columns = [pad_sequence(list(column), batch_first=True) for column in zip(*found, strict=True)]
+    student_logprobs, teacher_logprobs, kl, shared, same_first = columns
+    mask = pad_sequence([torch.ones(len(rollout), dtype=torch.bool) for rollout in rollouts], batch_first=True)
+    return Tokens(
+        mask=mask,
+        prompts=number_prompts(rollouts),
+        student_logprobs=student_logprobs,
+        teacher_logprobs=algo.floor_logprobs(teacher_logprobs, mask).logprobs,
+        gap=algo.opd_advantages(teacher_logprobs, student_logprobs, mask),
+        kl=kl,
+        shared=shared,
+        same_first=same_first,
+    )
+
+
+def number_prompts(rollouts: Sequence[Rollout]) -> list[int]:
+    """[B] the number of each rollout's prompt, in the order in which they occur."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(rollout.prompt.id, len(numbers)) for rollout in rollouts]
+
+
+@torch.no_grad()
+def _score(student: ResponseModel, teacher: ResponseModel, sequences: Sequences, top_k: int) -> list[Tensor]:
+    """[N] of the response tokens, row after row: student's and teacher's log-probs, KL, overlap, same first."""
+    ours, theirs = sequences.to(student.device), sequences.to(teacher.device)
+    if not (student.fused and teacher.fused):
+        rows = [_own_row(student, teacher, ours, theirs, row, top_k) for row in range(len(ours.mask))]
+        return [torch.cat(column) for column in zip(*rows, strict=True)]
+    hidden, teacher_hidden = student.token_hidden(ours), teacher.token_hidden(theirs).to(student.device)
+    (weight, bias), (teacher_weight, teacher_bias) = student.head, teacher.head
+    ids = ours.response_ids[ours.mask]
+    options: dict[str, Any] = {"bias": bias, "teacher_bias": teacher_bias, "vocab_size": student.vocab_size}
+    return [
+        student.head_logprobs(hidden, ids),
+        teacher.head_logprobs(teacher_hidden, ids),
+        algo.token_kl(hidden, weight, teacher_hidden, teacher_weight, temperature=student.temperature, **options),
+        *token_overlap(hidden, weight, teacher_hidden, teacher_weight, top_k, **options),
+    ]
+
+
+def _own_row(
+    student: ResponseModel, teacher: ResponseModel, ours: Sequences, theirs: Sequences, row: int, top_k: int
+) -> list[Tensor]:
+    """The same for one sequence from the models' own logits [T, V]: for models whose head is more than a matrix."""
+
+    def logits(lm: ResponseModel, sequences: Sequences) -> Tensor:
+        length, source = int(sequences.lengths[row]), sequences.source[row][sequences.mask[row]]
+        output = lm.model(input_ids=sequences.input_ids[row, None, :length], use_cache=False)
+        values: Tensor = output.logits[0, source, : lm.vocab_size]
+        return values.to(torch.promote_types(values.dtype, torch.float32)).to(student.device) / lm.temperature
+
+    student_logits, teacher_logits = logits(student, ours), logits(teacher, theirs)
+    found: Overlap = overlap(student_logits, teacher_logits, top_k)
+    ids = ours.response_ids[row][ours.mask[row]][:, None]
+    student_logprobs, teacher_logprobs = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    kl = kl_div(teacher_logprobs, student_logprobs, reduction="none", log_target=True).sum(-1)
+    return [student_logprobs.gather(1, ids).squeeze(1), teacher_logprobs.gather(1, ids).squeeze(1), kl, *found]

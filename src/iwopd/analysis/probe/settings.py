@@ -1,0 +1,69 @@
+"""How a probe measures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from iwopd.algo.drift import DRIFT
+from iwopd.analysis.handoff import FRACTIONS
+from iwopd.analysis.probe.result import ProbeError
+
+PARTS = ("handoff", "positions", "overlap", "likelihood", "rules", "alignment")
+"""What can be left out with --skip. `positions` includes the drift."""
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """Everything that decides a probe's numbers, apart from models and prompts."""
+
+    max_tokens: int
+    """Longest answer of the student, and longest continuation."""
+    samples: int = 1
+    """Rollouts a prompt."""
+    temperature: float = 1.0
+    """Of sampling and of all log-probs."""
+    seed: int = 0
+    fractions: tuple[float, ...] = FRACTIONS
+    continuations: int = 4
+    """Continuations of each prefix."""
+    bins: int = 10
+    top_k: int = 5
+    drift: float = DRIFT
+    """Nats: a token is a drift if its gap lies below minus this."""
+    gamma: float = 0.5
+    """Of IW-OPD, for the verdict."""
+    batches: int = 8
+    batch_prompts: int = 32
+    """Prompts of each batch of the gradient alignment."""
+    skip: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "samples", "continuations", "bins", "top_k", "batches", "batch_prompts"):
+            if getattr(self, name) < 1:
+                raise ProbeError(f"{option(name)} must be at least 1, got {getattr(self, name)}")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ProbeError(
+                f"--temperature must be positive, got {self.temperature}: log-probs are taken at it, and greedy answers are "
+                "not what on-policy distillation trains on"
+            )
+        if not (self.drift > 0 and math.isfinite(self.drift)):
+            raise ProbeError(f"--drift must be positive (nats), got {self.drift}")
+        if not (self.gamma >= 0 and math.isfinite(self.gamma)):
+            raise ProbeError(f"--gamma must not be negative, got {self.gamma}")
+        if not self.fractions or not all(0 <= fraction < 1 for fraction in self.fractions):
+            raise ProbeError(f"--fractions must lie in [0, 1), got {', '.join(f'{f:g}' for f in self.fractions) or 'none'}")
+        if list(self.fractions) != sorted(set(self.fractions)):
+            raise ProbeError(f"--fractions must rise, got {', '.join(f'{f:g}' for f in self.fractions)}")
+        for part in sorted(self.skip):
+            if part not in PARTS:
+                raise ProbeError(f"--skip names {part!r}; the parts are {', '.join(PARTS)}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "fractions": list(self.fractions), "skip": sorted(self.skip)}
+
+
+def option(name: str) -> str:
+    """A setting as the command line calls it."""
+    return {"batch_prompts": "--batch-size"}.get(name, f"--{name.replace('_', '-')}")

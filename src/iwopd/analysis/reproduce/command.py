@@ -1,0 +1,116 @@
+"""What `iwopd reproduce` does: models, runs, probes, sections."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from iwopd import tiny
+from iwopd.analysis.probe import Probe, ProbeSettings, read_probe, run_probe, write_probe
+from iwopd.analysis.probe.inputs import open_pair, world_material
+from iwopd.analysis.probe.present import ConsoleProgress
+from iwopd.analysis.reproduce.items import ITEMS, Item
+from iwopd.analysis.reproduce.runs import Runs
+from iwopd.analysis.reproduce.tables import Section, markdown, print_section
+from iwopd.analysis.reproduce.variants import Variant
+from iwopd.errors import UserError
+from iwopd.train.many import run_all
+from iwopd.train.progress import pretraining_progress
+
+PROBE_PROMPTS = 256
+
+
+class ReproduceError(UserError, ValueError):
+    """Options that make no sense."""
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    """Make the runs that are missing, then print every item's section."""
+    items = _chosen(options.items)
+    runs = _runs(options)
+    console = Console(stderr=options.json)
+    variants = list({id(variant): variant for item in items for variant in item.variants}.values())
+    _train_models(runs, variants, need_pair=any(item.needs_probe for item in items))
+    run_all(runs.jobs(variants), at_a_time=options.jobs, console=console)
+    probes = {lineage: _probe(runs, lineage) for lineage in runs.lineages} if any(i.needs_probe for i in items) else {}
+    sections = [item.section(runs, probes) for item in items]
+    for section in sections:
+        print_section(section, console)
+    if options.markdown is not None:
+        options.markdown.parent.mkdir(parents=True, exist_ok=True)
+        options.markdown.write_text(_heading(runs) + "\n".join(markdown(section) for section in sections))
+        console.print(f"tables: {options.markdown}", highlight=False)
+    record = {section.key: _record(section) for section in sections}
+    (options.out / "results.json").write_text(json.dumps(record, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(record))
+    return 0
+
+
+def _chosen(names: Sequence[str]) -> list[Item]:
+    wanted = list(ITEMS) if "all" in names else list(dict.fromkeys(name.lower() for name in names))
+    for name in wanted:
+        if name not in ITEMS:
+            raise ReproduceError(f"unknown item {name!r}; there are {', '.join(ITEMS)} and all")
+    return [ITEMS[name] for name in wanted]
+
+
+def _runs(options: argparse.Namespace) -> Runs:
+    for name in ("seeds", "lineages", "steps", "jobs", "problems"):
+        if getattr(options, name) < 1:
+            raise ReproduceError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.steps % 10 or options.steps < 20:
+        raise ReproduceError(f"--steps must be a multiple of ten from 20 on (evaluations are every ten), got {options.steps}")
+    if options.world not in tiny.WORLDS:
+        raise ReproduceError(f"unknown world {options.world!r}; choose from {', '.join(tiny.WORLDS)}")
+    return Runs(
+        root=options.out,
+        world=options.world,
+        lineages=range(options.first_lineage, options.first_lineage + options.lineages),
+        seeds=range(options.first_seed, options.first_seed + options.seeds),
+        steps=options.steps,
+        lr=options.lr,
+        prompts_per_step=options.prompts_per_step,
+        problems=options.problems,
+    )
+
+
+def _train_models(runs: Runs, variants: Sequence[Variant], *, need_pair: bool) -> None:
+    """Pretrain every world that the runs need, before two of them wait for the same one."""
+    wanted = {tuple(sorted(variant.models.items())) for variant in variants} | ({()} if need_pair else set())
+    runs.root.mkdir(parents=True, exist_ok=True)
+    with pretraining_progress() as progress:
+        for lineage in runs.lineages:
+            for sizes in sorted(wanted):
+                names = {name.removesuffix("_size"): value for name, value in sizes}
+                tiny.open_world(tiny.world_recipe(runs.world, lineage=lineage, **names), progress=progress)
+
+
+def _probe(runs: Runs, lineage: int) -> Probe:
+    """Of the untrained student, kept beside the runs."""
+    path = runs.root / f"probe-{runs.world}-{lineage}.json"
+    if path.exists():
+        return read_probe(path)
+    world = tiny.open_world(tiny.world_recipe(runs.world, lineage=lineage))
+    pair = open_pair(str(world.student), str(world.teacher), names=(f"{runs.world} student", "teacher"))
+    with ConsoleProgress() as progress:
+        settings = ProbeSettings(max_tokens=world.max_response_tokens)
+        probe = run_probe(pair, world_material(world, PROBE_PROMPTS), settings, progress)
+    write_probe(probe, path)
+    return probe
+
+
+def _heading(runs: Runs) -> str:
+    return (
+        f"World `{runs.world}`, lineages {list(runs.lineages)}, seeds {list(runs.seeds)}: {len(runs.members)} runs a row, "
+        f"{runs.steps} steps of {runs.prompts_per_step} prompts at lr {runs.lr:g}, {runs.problems} evaluation problems. "
+        "Accuracy in percent and differences in points, with 95 % intervals over runs and problems; differences are paired by "
+        "lineage, seed and problem.\n\n"
+    )
+
+
+def _record(section: Section) -> dict[str, object]:
+    return {"title": section.title, "words": list(section.words), "numbers": section.numbers}

@@ -1,0 +1,281 @@
+"""The paper's phenomena, P1 to P10: which runs each needs, and what is read off them.
+
+P2 and P6 need no training; they come from `iwopd probe` on the same models (`probes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from iwopd.analysis.probe import Probe
+from iwopd.analysis.reproduce.runs import Runs
+from iwopd.analysis.reproduce.tables import Section, Table, established, in_words, p, show, signed
+from iwopd.analysis.reproduce.variants import (
+    ABLATIONS,
+    EXOPD,
+    IDEAL,
+    IW_EXOPD,
+    IW_MEAN_ONE,
+    IW_OPD,
+    OPD,
+    OPD_FASTER,
+    PREFIX,
+    SUFFIX,
+    Variant,
+    method,
+    sized,
+    taught,
+)
+
+SIZES = ("small", "medium", "large")
+Probes = Mapping[int, Probe]
+"""Results of `iwopd probe` by lineage."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One phenomenon of the paper."""
+
+    key: str
+    title: str
+    paper: str
+    variants: Sequence[Variant]
+    read: Callable[[Item, Runs, Probes], Section]
+    needs_probe: bool = False
+
+    def section(self, runs: Runs, probes: Probes) -> Section:
+        return self.read(self, runs, probes)
+
+    def make(self, tables: Sequence[Table], words: Sequence[str], **numbers: Any) -> Section:
+        return Section(self.key, self.title, self.paper, tables, words, numbers)
+
+
+def _steps(runs: Runs) -> list[int]:
+    return sorted({10, runs.steps // 2 // 10 * 10, runs.steps} - {0})
+
+
+def _comparison(runs: Runs, variants: Sequence[Variant], baseline: Variant) -> tuple[Table, dict[str, Any]]:
+    """Accuracy of every variant at each step and its paired difference to the baseline at the first and last of them."""
+    steps = _steps(runs)
+    first, last = steps[0], steps[-1]
+    rows, numbers = [], {}
+    for variant in variants:
+        row = [variant.title, *(show(runs.accuracy(variant, step)) for step in steps)]
+        cells: dict[str, Any] = {"accuracy": {step: runs.accuracy(variant, step) for step in (0, *steps)}}
+        if variant is baseline:
+            row += ["", "", ""]
+        else:
+            early, late = runs.effect(variant, baseline, first), runs.effect(variant, baseline, last)
+            row += [signed(early), signed(late), p(late)]
+            cells |= {"early": early.interval, "late": late.interval, "p": late.p_value}
+        rows.append(row)
+        numbers[variant.title] = cells
+    columns = [
+        "method",
+        *(f"step {step}" for step in steps),
+        f"vs {baseline.title}, {first}",
+        f"vs {baseline.title}, {last}",
+        "p",
+    ]
+    return Table(columns, rows), numbers
+
+
+def _p1(item: Item, runs: Runs, probes: Probes) -> Section:
+    table, numbers = _comparison(runs, item.variants, OPD)
+    last = runs.steps
+    base = runs.accuracy(OPD, 0)
+    suffix, prefix = runs.effect(SUFFIX, OPD, last), runs.effect(PREFIX, OPD, last)
+    words = [
+        f"Base {show(base)}. " + in_words("Prefix-30 minus OPD at the last step", prefix),
+        in_words("Suffix-30 minus OPD at the last step", suffix)
+        + f" Suffix-30 ends {runs.accuracy(SUFFIX, last).mean - base.mean:+.1f} points from the base.",
+    ]
+    return item.make([table], words, methods=numbers)
+
+
+def _p2(item: Item, runs: Runs, probes: Probes) -> Section:
+    rows, falls, fractions = [], [], []
+    for lineage, probe in probes.items():
+        if probe.handoff is None or probe.handoff.student is None:
+            continue
+        fractions = probe.handoff.fractions
+        means = [_percent(mean) for mean in probe.handoff.teacher.mean]
+        rows.append([str(lineage), *(f"{mean:.1f}" for mean in means), f"{_percent(probe.handoff.student.mean):.1f}"])
+        falls.append(probe.handoff.fall)
+    columns = ["lineage", *(f"{fraction:.0%}" for fraction in fractions), "student alone"]
+    listed = "; ".join(f"{_percent(f.mean):.0f} ({_percent(f.low):.0f} to {_percent(f.high):.0f})" for f in falls)
+    words = [f"From nothing to {max(fractions, default=0):.0%} of the student's answer the teacher loses, in points: {listed}."]
+    return item.make([Table(columns, rows)], words, falls=[fall.mean for fall in falls])
+
+
+def _percent(value: float | None) -> float:
+    return float("nan") if value is None else 100.0 * value
+
+
+def _p3(item: Item, runs: Runs, probes: Probes) -> Section:
+    table, numbers = _comparison(runs, item.variants, OPD)
+    words = [
+        in_words(f"IW-OPD minus OPD at step {step}", runs.effect(IW_OPD, OPD, step)) for step in (_steps(runs)[0], runs.steps)
+    ]
+    words.append(in_words("Control, OPD at 1.25 x lr minus OPD at the last step", runs.effect(OPD_FASTER, OPD, runs.steps)))
+    words.append(in_words("IW-OPD minus OPD at 1.25 x lr at the last step", runs.effect(IW_OPD, OPD_FASTER, runs.steps)))
+    return item.make([table], words, methods=numbers)
+
+
+def _p4(item: Item, runs: Runs, probes: Probes) -> Section:
+    first, last = _steps(runs)[0], runs.steps
+    rows, numbers = [], {}
+    for size in SIZES:
+        opd, iw = sized(OPD, size), sized(IW_OPD, size)
+        early, late = runs.effect(iw, opd, first), runs.effect(iw, opd, last)
+        rows.append(
+            [
+                size,
+                show(runs.accuracy(opd, 0)),
+                show(runs.accuracy(opd, last)),
+                show(runs.accuracy(iw, last)),
+                signed(early),
+                signed(late),
+            ]
+        )
+        numbers[size] = {"early": early.interval, "late": late.interval}
+    columns = ["student", "base", "OPD", "IW-OPD", f"difference, {first}", f"difference, {last}"]
+    grows = numbers["small"]["late"].mean > numbers["medium"]["late"].mean > numbers["large"]["late"].mean
+    apart = numbers["small"]["late"].low > numbers["large"]["late"].high
+    words = [
+        "The smaller the student, the larger the size ratio. "
+        + ("The differences are ordered as in the paper" if grows else "The differences are not ordered as in the paper")
+        + (", and the ends are apart." if apart else ", and their intervals overlap: no trend is established.")
+    ]
+    return item.make([Table(columns, rows)], words, sizes=numbers)
+
+
+def _p5(item: Item, runs: Runs, probes: Probes) -> Section:
+    columns = ["method", "first step", "a quarter", "half", "last tenth", "fall"]
+    rows, numbers = [], {}
+    for variant in item.variants:
+        kl = runs.metrics(variant, "kl/sampled").mean(0)
+        tail = kl[-max(1, runs.steps // 10) :].mean()
+        values = [kl[0], kl[runs.steps // 4 - 1], kl[runs.steps // 2 - 1], tail]
+        rows.append([variant.title, *(f"{float(value):.3f}" for value in values), f"{100 * float(1 - tail / kl[0]):.0f} %"])
+        numbers[variant.title] = kl.tolist()
+    words = ["Mean of lp_0 - lp_T over the tokens of a step's rollouts, in nats, averaged over all runs."]
+    return item.make([Table(columns, rows)], words, kl=numbers)
+
+
+def _p6(item: Item, runs: Runs, probes: Probes) -> Section:
+    rows = []
+    for lineage, probe in probes.items():
+        if probe.likelihood is not None:
+            parts = (probe.likelihood.student, probe.likelihood.teacher, probe.likelihood.difference)
+            rows.append([str(lineage), *(f"{part.mean:.1f} ({part.low:.1f} to {part.high:.1f})" for part in parts)])
+    words = ["Log-likelihood of whole answers of the untrained student, in nats; the curves are in the probe's report."]
+    return item.make([Table(["lineage", "student", "teacher", "teacher minus student"], rows)], words)
+
+
+def _p7(item: Item, runs: Runs, probes: Probes) -> Section:
+    table, numbers = _comparison(runs, item.variants, OPD)
+    worst = min(IDEAL, key=lambda variant: runs.accuracy(variant, runs.steps).mean)
+    best = max(IDEAL, key=lambda variant: runs.accuracy(variant, runs.steps).mean)
+    words = [in_words(f"{worst.title} minus {best.title} at the last step", runs.effect(worst, best, runs.steps))]
+    words.append(in_words("Signed minus unsigned (IW-OPD) at the last step", runs.effect(method("signed"), IW_OPD, runs.steps)))
+    return item.make([table], words, methods=numbers)
+
+
+def _p8(item: Item, runs: Runs, probes: Probes) -> Section:
+    table, numbers = _comparison(runs, item.variants, OPD)
+    apart = [v.title for v in item.variants if v is not OPD and established(runs.effect(v, OPD, runs.steps))]
+    found = ", ".join(apart) if apart else "none"
+    chance = f"With {len(item.variants) - 1} comparisons one in twenty would be by chance."
+    words = [f"Different from OPD at the last step, taken one by one: {found}. {chance}"]
+    order = [
+        ("curriculum", "linear-decay"),
+        ("linear-decay", "fixed-prefix"),
+        ("iw-opd", "signed"),
+        ("iw-opd", "surrogate-only"),
+    ]
+    for better, worse in order:
+        effect = runs.effect(method(better), method(worse), runs.steps)
+        words.append(in_words(f"{method(better).title} minus {method(worse).title}", effect))
+    return item.make([table], words, methods=numbers)
+
+
+def _p9(item: Item, runs: Runs, probes: Probes) -> Section:
+    table, numbers = _comparison(runs, item.variants, EXOPD)
+    words = [in_words("IW-ExOPD minus ExOPD at the last step", runs.effect(IW_EXOPD, EXOPD, runs.steps))]
+    return item.make([table], words, methods=numbers)
+
+
+def _p10(item: Item, runs: Runs, probes: Probes) -> Section:
+    first, last = _steps(runs)[0], runs.steps
+    rows = []
+    for variant in item.variants:
+        rows.append([variant.title, show(runs.accuracy(variant, first)), show(runs.accuracy(variant, last))])
+    words = []
+    for who in (OPD, IW_OPD):
+        for step in (first, last):
+            effect = runs.effect(taught(who, "strong"), taught(who, "weak"), step)
+            words.append(in_words(f"{who.title}, strong minus weak teacher at step {step}", effect))
+    return item.make([Table(["method", f"step {first}", f"step {last}"], rows)], words)
+
+
+ITEMS: Mapping[str, Item] = {
+    item.key: item
+    for item in (
+        Item(
+            "p1",
+            "first or last 30 % of the tokens",
+            "Fig. 1a: the first 30 % match full OPD, the last 30 % barely learn",
+            (OPD, PREFIX, SUFFIX),
+            _p1,
+        ),
+        Item(
+            "p2",
+            "hand-off",
+            "Fig. 1b: the teacher's accuracy falls towards the student's as the prefix grows",
+            (),
+            _p2,
+            needs_probe=True,
+        ),
+        Item(
+            "p3",
+            "IW-OPD against OPD",
+            "Fig. 2a, Tab. 1-3: faster at step 10, at least as high at the end",
+            (OPD, IW_OPD, OPD_FASTER, IW_MEAN_ONE),
+            _p3,
+        ),
+        Item(
+            "p4",
+            "size ratio",
+            "Fig. 2b: the advantage grows with the teacher/student size ratio",
+            tuple(sized(v, size) for size in SIZES for v in (OPD, IW_OPD)),
+            _p4,
+        ),
+        Item("p5", "KL during training", "Fig. 3a-b: falls and plateaus above zero", (OPD, IW_OPD), _p5),
+        Item("p6", "likelihood of prefixes", "Fig. 3c: falls faster under the teacher", (), _p6, needs_probe=True),
+        Item(
+            "p7",
+            "ideal ratio weights",
+            "Fig. 4a-c: sensitive to alpha; signed sums rebound",
+            (OPD, *IDEAL, method("signed"), IW_OPD),
+            _p7,
+        ),
+        Item(
+            "p8",
+            "ablations",
+            "Tab. 4: share > curriculum > linear > fixed > OPD; unsigned > signed; blend > surrogate only > ideal",
+            (OPD, *ABLATIONS),
+            _p8,
+        ),
+        Item("p9", "ExOPD", "Tab. 7: the weights add on top of ExOPD", (EXOPD, IW_EXOPD), _p9),
+        Item(
+            "p10",
+            "stronger and weaker teacher",
+            "Tab. 1-2: under OPD the stronger teacher is behind at step 10 and ahead at the end; IW-OPD removes the deficit",
+            tuple(taught(v, teacher) for teacher in ("weak", "strong") for v in (OPD, IW_OPD)),
+            _p10,
+        ),
+    )
+}

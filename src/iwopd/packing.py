@@ -1,0 +1,148 @@
+"""Several sequences one behind the other in a single row, without padding.
+
+Everything in a transformer but attention looks at one token at a time, so a packed row [1, N] needs only positions that
+start anew with every sequence, and an attention that keeps to the boundaries. They are handed down under the names that
+transformers has for FlashAttention's kernels (`cu_seq_lens_q`, ...). A model that was loaded with FlashAttention takes them as
+they are (that was never run here). On a CPU `attend` below is the attention: the model's own scaled dot-product attention, run
+for each sequence. Without boundaries it is that attention unchanged, so a model can keep it for everything it does.
+
+Not every model can be packed: some have windows, or layers that carry a state from token to token. `enable_packing` refuses
+what it knows and tries the rest out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION = "iwopd_packed"
+"""The name of `attend` among transformers' attention functions."""
+TOLERANCE = 1e-4
+"""Largest difference between packed and single hidden states, relative to the largest of them. Rounding is a hundredth of it, a
+token that sees another sequence a thousandfold."""
+TOLERANCE_HALF = 5e-2
+
+
+class PackingError(RuntimeError):
+    """An attention layer asks for something that packed sequences do not get."""
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of queries [1, heads, N, D] within each sequence; returns [1, N, heads, D] and no attention weights."""
+    boundaries: Tensor | None = options.pop("cu_seq_lens_q", None)
+    if boundaries is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise PackingError(f"its attention has {name!r}")
+    if query.shape[2] != key.shape[2] or not getattr(module, "is_causal", True):
+        raise PackingError("its attention is not causal self-attention")
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(boundaries.diff().tolist())]
+    # Split, not sliced: the backward pass of a split is one copy, that of each slice a whole tensor of zeros.
+    pieces = zip(*(x[0].split([length * count for length, count in runs], 1) for x in (query, key, value)), strict=True)
+    outputs = []
+    for (length, count), piece in zip(runs, pieces, strict=True):
+        # Neighbours of the same length are one batch: [heads, count * length, D] seen as [count, heads, length, D].
+        q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in piece)
+        output, _ = sdpa_attention_forward(module, q, k, v, None, **options)
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs)[None], None
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def packed_inputs(model: Any, input_ids: Tensor, lengths: Tensor) -> dict[str, Any]:
+    """The arguments of a forward pass over rows `input_ids` [B, L] without what lies beyond their `lengths` [B]."""
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    real = columns < lengths[:, None]
+    boundaries = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    longest = int(lengths.max())
+    # A mask of four dimensions is taken for a finished one; without it transformers would make one of [N, N].
+    done = input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool) if _attention(model) == ATTENTION else None
+    return {
+        "input_ids": input_ids[real][None],
+        "position_ids": columns.expand_as(real)[real][None],
+        "attention_mask": done,
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "use_cache": False,
+    }
+
+
+def enable_packing(model: Any, vocab_size: int | None = None) -> str | None:
+    """Make a causal LM ready for packed rows; returns why not if it cannot be, and leaves it as it was."""
+    obstacle = _known_obstacle(model)
+    if obstacle is not None:
+        return obstacle
+    before = _attention(model)
+    if before == "sdpa":
+        model.set_attn_implementation(ATTENTION)
+    try:
+        obstacle = _tried_out(model, vocab_size)
+    except Exception as error:  # whatever a model says to arguments that it does not know, it means no
+        obstacle = f"{type(error).__name__}: {error}"
+    if obstacle is not None and before == "sdpa":
+        model.set_attn_implementation(before)
+    return obstacle
+
+
+def _attention(model: Any) -> str | None:
+    name: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return name
+
+
+def _known_obstacle(model: Any) -> str | None:
+    """What short sequences would not show."""
+    attention = _attention(model)
+    flash = attention is not None and attention.startswith("flash_attention")
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{type(model).__name__} does not let its attention be chosen"
+    if not flash and attention not in ("sdpa", ATTENTION):
+        return f"its attention is {attention!r}"
+    if not flash and next(model.parameters()).device.type != "cpu":
+        return f"with {attention!r} sequences are packed on a CPU only; load the model with flash_attention_2"
+    config = model.config.get_text_config()
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        return "some of its layers do not attend to everything"
+    if getattr(config, "sliding_window", None) is not None or getattr(config, "attention_chunk_size", None) is not None:
+        return "its attention has a window"
+    return None
+
+
+@torch.no_grad()
+def _tried_out(model: Any, vocab_size: int | None) -> str | None:
+    """Compare sequences of random ids, packed and one at a time."""
+    device = next(model.parameters()).device
+    lengths = torch.tensor([23, 9, 9, 1, 17])
+    ids = torch.randint(
+        vocab_size or model.config.get_text_config().vocab_size,
+        (len(lengths), int(lengths.max())),
+        generator=torch.Generator().manual_seed(0),
+    ).to(device)
+    half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.autocast(device.type, enabled=False):
+            inputs = packed_inputs(model, ids, lengths.to(device))
+            packed = model.base_model(**inputs).last_hidden_state[0]
+            rows = [row[None, :length] for row, length in zip(ids, lengths.tolist(), strict=True)]
+            single = torch.cat([model.base_model(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
+    finally:
+        model.train(was_training)
+    difference = float((packed - single).abs().max() / single.abs().max())
+    if difference <= (TOLERANCE_HALF if half else TOLERANCE):
+        return None
+    return f"its hidden states differ by {difference:.2g} when sequences are packed"
