@@ -92,11 +92,16 @@ class Chart:
                     "high": None if one.high is None else _short(one.high),
                     "dash": one.dash,
                     "legend": one.legend,
-                    **({"filled": [stands(one, place) for place in range(len(one.y))]} if self.kind == "dots" else {}),
+                    **(self._dots(turn) if self.kind == "dots" else {}),
                 }
-                for one in self.series
+                for turn, one in enumerate(self.series)
             ],
         }
+
+    def _dots(self, turn: int) -> dict[str, Any]:
+        one = self.series[turn]
+        filled = [stands(one, place) for place in range(len(one.y))]
+        return {"filled": filled, "offset": row_offset(turn, len(self.series))}
 
 
 def stands(series: Series, place: int) -> bool:

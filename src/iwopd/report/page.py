@@ -59,8 +59,9 @@ def write_report(
 ) -> Path:
     """Write the page on these run directories and probes to `out` and return its path.
 
-    A probe among `runs` is recognised by what is in it. `handoff` is the demo's hand-off curve; by default `handoff.json` beside the runs, if it is there. `refresh` makes the page
-    load itself anew every so many seconds. Raises `ReportError` if nothing can be read or `out` cannot be written.
+    A probe among `runs` is recognised by what is in it. `handoff` is the demo's hand-off curve; by default `handoff.json`
+    beside the runs, if it is there. `refresh` makes the page load itself anew every so many seconds. Raises `ReportError` if
+    nothing can be read or `out` cannot be written.
     """
     check_out(out)
     data = read_data(runs, probes=probes, handoff=handoff, max_tokens=max_tokens)

@@ -59,7 +59,8 @@ def dot_series(label: str, style: int, values: Sequence[Estimate | None], scale:
         [None if one is None or (value := getattr(one, name)) is None else scale * value for one in values]
         for name in ("mean", "low", "high")
     ]
-    return Series(label, style, list(range(len(values))), *columns)
+    mean, low, high = columns
+    return Series(label, style, list(range(len(values))), mean, low, high)
 
 
 def one_each(views: Sequence[ProbeView], label: str, series: Callable[[str, int, ProbeView], Series]) -> tuple[Series, ...]:

@@ -26,7 +26,7 @@ def build(data: ReportData) -> Panel | None:
         "alignment",
         "Gradient alignment",
         "Would a small step along a rule's update make correct solutions likelier? A cosine above zero says yes. Cosines grow "
-        "with the batch, so compare them within a chart only; and pairs differ a lot, so probe several before you believe a rule.",
+        "with the batch, so compare them within a chart only; and pairs differ a lot: probe several before you believe a rule.",
         tuple(drawn),
     )
 
@@ -63,8 +63,8 @@ def charts(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
                 f"probe-gain{suffix}",
                 "Gain against OPD",
                 Axis("difference of cosines"),
-                f"Cosine of the rule minus that of plain OPD on the same batch, so OPD has none. {FILLED} No correction for the "
-                "number of rules: with many, one may stand out by chance.",
+                f"Cosine of the rule minus that of plain OPD on the same batch, so OPD has none. {FILLED} No correction for "
+                "the number of rules: with many, one may stand out by chance.",
             ),
         ]
     if regions:
@@ -89,8 +89,8 @@ def charts(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
                 f"probe-regions-share{suffix}",
                 "The regions' share of |gap|",
                 Axis("of all |gap|", percent=True, zero=True),
-                "How much of plain OPD's signal comes from each region. Together with the cosines: what a rule that stops at the "
-                "drift would give up, and what that is worth. The third row is the first two together.",
+                "How much of plain OPD's signal comes from each region. Together with the cosines: what a rule that stops at "
+                "the drift would give up, and what that is worth. The third row is the first two together.",
                 percent=True,
             ),
         ]

@@ -24,8 +24,8 @@ def build(data: ReportData) -> Panel | None:
     return Panel(
         "disagreement",
         "Where they disagree",
-        "Before training: where in the student's answers do student and teacher part? Every answer is cut into equal parts, and "
-        f"each part's tokens are averaged over {counted(data.compared)}. Averages hide that answers drift at different places.",
+        "Before training: where in the student's answers do student and teacher part? Every answer is cut into equal parts, "
+        f"and each part's tokens are averaged over {counted(data.compared)}. Averages hide where single answers drift.",
         tuple(drawn),
     )
 
@@ -60,8 +60,8 @@ def _positions(views: Sequence[ProbeView], suffix: str) -> list[Chart]:
             ALONG,
             Axis("nats per token", zero=True),
             curves("abs_gap", "mean |gap|"),
-            "Mean of |lp_T \u2212 lp\u2080| on the student's own tokens. It shows how much the two disagree, not which of them is "
-            "right.",
+            "Mean of |lp_T \u2212 lp\u2080| on the student's own tokens. It shows how much the two disagree, not which of them "
+            "is right.",
             band=PROMPT_BAND,
             markers=True,
             by=shown_by(views),
@@ -72,8 +72,8 @@ def _positions(views: Sequence[ProbeView], suffix: str) -> list[Chart]:
             ALONG,
             Axis("nats per token", zero=True),
             curves("kl", "mean KL"),
-            "Over the whole vocabulary, before the token is drawn, so without the luck of sampling. Low values late in an answer "
-            "may mean that the teacher follows the student into a mistake.",
+            "Over the whole vocabulary, before the token is drawn, so without the luck of sampling. Low values late in an "
+            "answer may mean that the teacher follows the student into a mistake.",
             band=PROMPT_BAND,
             markers=True,
             by=shown_by(views),

@@ -24,8 +24,7 @@ FAMILIES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "ideal",
         "Ideal weights",
         ("ideal",),
-        "The prefix's importance ratio to the power of alpha, divided by its mean over all rollouts at the same token. That mean "
-        "makes every curve flat: look at the band, and at the effective tokens below, for how unequal rollouts become.",
+        "The prefix's importance ratio to the power of alpha over its mean, which makes curves flat: see the bands for the spread.",
     ),
     (
         "position",
@@ -51,9 +50,8 @@ def build(data: ReportData) -> Panel | None:
     return Panel(
         "rules",
         "What rules would do",
-        "Nothing was trained: each weight rule is applied to the probe's rollouts as they are. A rule that moves weight to early "
-        "tokens spends the update where prefixes are still clean; whether that pays is a question for the alignment below, and "
-        "for training.",
+        "Nothing was trained: each weight rule is applied to the probe's rollouts as they are. A rule that moves weight to "
+        "early tokens spends the update where prefixes are still clean; whether that pays, the alignment below and training can tell.",
         (*drawn, *effects(views)),
     )
 
@@ -105,7 +103,8 @@ def sums(view: ProbeView, suffix: str = "", label: str = "") -> Chart:
             curve_series("unsigned: sum of |gap|", 1, x, part.cumulative.unsigned),
             curve_series("signed: minus the sum of gaps", 0, x, part.cumulative.signed, -1.0),
         ),
-        "Discrepancy of the prefix so far, a mean over rollouts. Where the signed sum stays behind, gaps of opposite sign cancel"
+        "Discrepancy of the prefix so far, a mean over rollouts. Where the signed sum stays behind, gaps of opposite signs "
+        "cancel"
         + (f": {100 * opposite:.1f} % of |gap| has the cancelling sign" if opposite is not None else "")
         + (f", and within a rollout the signed sum comes back by {rebound:.2g} nats" if rebound is not None else "")
         + ". The mean hides single rollouts in which it comes back further.",
@@ -146,8 +145,8 @@ def effects(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
             Axis("of all tokens", percent=True, zero=True),
             Axis(""),
             dots("effective", "effective tokens"),
-            "Kish's effective number, (sum of w)\u00b2 / sum of w\u00b2. Few mean that few tokens carry the update, which makes it "
-            "noisy. Many are no merit: plain OPD has all.",
+            "Kish's effective number, (sum of w)\u00b2 / sum of w\u00b2. With few, few tokens carry a noisy "
+            "update. Many are no merit: plain OPD has all.",
             band=PROMPT_BAND,
             kind="dots",
             bars=tuple(titles),

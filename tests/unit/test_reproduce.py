@@ -1,0 +1,160 @@
+"""Reproduction tables from run directories with known scores: what is read, paired and said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Probe, Rollouts
+from iwopd.analysis.reproduce.command import reproduce
+from iwopd.analysis.reproduce.items import ITEMS
+from iwopd.analysis.reproduce.runs import Runs
+from iwopd.analysis.reproduce.tables import markdown
+from iwopd.analysis.reproduce.variants import IW_OPD, OPD, OPD_FASTER, PREFIX, SUFFIX, Variant, sized, taught
+from iwopd.cli import main
+from iwopd.errors import UserError
+from iwopd.train.many import config_key
+from iwopd.train.rundir import RunDirectory
+
+PROBLEMS = 60
+
+
+def write_run(runs: Runs, variant: Variant, accuracy: float) -> None:
+    """Finished runs whose first problems are right: the share of them grows to `accuracy` over the steps."""
+    for lineage, seed in runs.members:
+        job = runs.job(variant, lineage, seed)
+        if (job.folder / "run.json").exists():
+            continue
+        run = RunDirectory(job.folder)
+        run.create(job.config, "data")
+        for step in range(1, runs.steps + 1):
+            run.append("metrics.jsonl", {"step": step, "kl/sampled": 2.0 / step})
+        for step in (0, 10, 20, 30, 40):
+            right = round(PROBLEMS * accuracy * step / runs.steps) + seed
+            scores = [[1.0] if place < right else [0.0] for place in range(PROBLEMS)]
+            ids = [str(place) for place in range(PROBLEMS)]
+            mean = sum(row[0] for row in scores) / PROBLEMS
+            run.append("evals.jsonl", {"step": step, "task": "tiny", "mean": mean, "problem_ids": ids, "scores": scores})
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path, lineages=(0, 1), seeds=(0, 1), problems=PROBLEMS)
+
+
+def test_runs_are_named_by_what_decides_them(runs: Runs) -> None:
+    one = runs.config(OPD, 0, 0)
+    assert config_key(one) == config_key(
+        one.model_copy(update={"tracking": one.tracking.model_copy(update={"console": "live"})})
+    )
+    keys = {config_key(runs.config(v, lineage, seed)) for v in (OPD, IW_OPD, OPD_FASTER) for lineage, seed in runs.members}
+    assert len(keys) == 12
+    assert runs.config(OPD_FASTER, 0, 0).optim.lr == pytest.approx(1.25e-4)
+    # The default size and teacher are not runs of their own.
+    assert (
+        runs.job(sized(OPD, "medium"), 0, 0).folder
+        == runs.job(OPD, 0, 0).folder
+        == runs.job(taught(OPD, "strong"), 0, 0).folder
+    )
+    assert runs.job(sized(OPD, "small"), 0, 0).folder != runs.job(OPD, 0, 0).folder
+    assert len(runs.jobs([OPD, IW_OPD, sized(OPD, "medium")])) == 8
+
+
+def test_differences_are_paired_by_run_and_problem(runs: Runs) -> None:
+    write_run(runs, OPD, 0.5)
+    write_run(runs, IW_OPD, 0.6)
+    scores = runs.scores(IW_OPD, 40)
+    assert scores.shape == (4, PROBLEMS)
+    assert scores.sum(1).tolist() == [36, 37, 36, 37]
+    effect = runs.effect(IW_OPD, OPD, 40)
+    assert effect.interval.mean == pytest.approx(10.0)
+    assert effect.interval.low > 0  # six problems of sixty, the same in every run
+    assert runs.accuracy(OPD, 40).mean == pytest.approx(100 * 30.5 / PROBLEMS)
+    assert torch.equal(runs.metrics(OPD, "kl/sampled")[0, :2], torch.tensor([2.0, 1.0], dtype=torch.float64))
+
+
+def test_a_finished_run_is_known_as_such(runs: Runs) -> None:
+    job = runs.job(OPD, 0, 0)
+    assert not job.finished
+    write_run(runs, OPD, 0.5)
+    assert job.finished
+    log = job.folder / "evals.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    assert not job.finished  # the last evaluation is missing
+
+
+def probe(fall: float) -> Probe:
+    curve = Curve(mean=[0.9, 0.9 - fall], low=[0.8, 0.1], high=[1.0, 0.9])
+    handoff = Handoff(
+        fractions=[0.0, 0.9],
+        teacher=curve,
+        student=Estimate(mean=0.3),
+        fall=Estimate(mean=fall, low=fall - 0.1, high=fall + 0.1),
+        problems=10,
+        continuations=2,
+    )
+    about = Rollouts(prompts=10, rollouts=10, empty=0, truncated=0, mean_tokens=5.0)
+    return Probe(iwopd="0", student="s", teacher="t", settings={}, rollouts=about, handoff=handoff)
+
+
+def test_every_item_has_a_section(runs: Runs) -> None:
+    for item in ITEMS.values():
+        for place, variant in enumerate(item.variants):
+            write_run(runs, variant, 0.3 + 0.02 * place)
+    assert list(ITEMS) == [f"p{number}" for number in range(1, 11)]
+    for item in ITEMS.values():
+        section = item.section(runs, {0: probe(0.6), 1: probe(0.5)})
+        text = markdown(section)
+        assert text.startswith(f"### {item.key.upper()}: ")
+        assert section.words
+        for table in section.tables:
+            assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_the_words_follow_the_numbers(runs: Runs) -> None:
+    for variant, accuracy in ((OPD, 0.5), (PREFIX, 0.5), (SUFFIX, 0.1)):
+        write_run(runs, variant, accuracy)
+    words = " ".join(ITEMS["p1"].section(runs, {}).words)
+    assert "Prefix-30 minus OPD at the last step: +0.0" in words
+    assert "not distinguishable from zero" in words
+    assert "Suffix-30 minus OPD at the last step: -40.0" in words
+    assert "established, the other way round" in words
+    words = " ".join(ITEMS["p2"].section(runs, {0: probe(0.6)}).words)
+    assert "60 (50 to 70)" in words
+
+
+def test_a_second_call_only_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With all runs there, nothing is trained: neither models nor students."""
+    runs = Runs(tmp_path, lineages=range(1), seeds=range(2), problems=PROBLEMS)
+    for variant in ITEMS["p5"].variants:
+        write_run(runs, variant, 0.5)
+    monkeypatch.setattr("iwopd.tiny.open_world", lambda *a, **k: None)
+    monkeypatch.setattr("iwopd.train.many._start", lambda job: pytest.fail(f"started {job.title}"))
+    options = ["p5", "--seeds", "2", "--lineages", "1", "--problems", str(PROBLEMS), "--out", str(tmp_path), "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main(["reproduce", *options, "--markdown", str(tmp_path / "tables.md")])
+    assert ended.value.code == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(printed["p5"]["numbers"]["kl"]["OPD"]) == 40
+    assert "### P5" in (tmp_path / "tables.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["p11"], "unknown item 'p11'"),
+        (["p1", "--seeds", "0"], "--seeds must be at least 1"),
+        (["p1", "--steps", "25"], "multiple of ten"),
+        (["p1", "--world", "mars"], "unknown world 'mars'"),
+    ],
+)
+def test_bad_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(reproduce)
+    with pytest.raises(SystemExit) as ended:
+        main(["reproduce", *words])
+    assert ended.value.code == UserError.exit_code
+    assert said in capsys.readouterr().err
