@@ -1,7 +1,7 @@
 # make setup   the environment in .venv/ (nothing to do if pyproject.toml and constraints.txt did not change)
 # make test    lint, then the whole test suite
 # make lint    ruff and mypy
-# make bench   benchmarks (minutes; prints the tables of docs/performance.md)
+# make bench   benchmarks (half an hour; prints the tables of docs/performance.md and docs/evaluation.md)
 # make demo    the demonstration
 
 PYTHON ?= python3
@@ -40,6 +40,8 @@ bench: setup
 	@$(BIN)/python bench/logprobs.py
 	@$(BIN)/python bench/rollout.py
 	@$(BIN)/python bench/step.py
+	@$(BIN)/python bench/math_check.py
+	@$(BIN)/python bench/code_check.py
 
 demo: setup
 	@$(BIN)/iwopd demo
