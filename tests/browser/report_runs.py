@@ -130,3 +130,113 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def hash_of(token: str) -> int:
     """The same in every process, unlike `hash`."""
     return sum(map(ord, token)) % 50
+
+
+def make_probe(path: Path, student: str = "small", **changes: Any) -> Path:
+    """A `probe.json` with all parts, of ten bins, made up; `changes` replace fields."""
+    bins = 10
+    edges = [place / bins for place in range(bins + 1)]
+
+    def estimate(mean: float, half: float = 0.05) -> dict[str, float]:
+        return {"mean": mean, "low": mean - half, "high": mean + half}
+
+    def curve(means: list[float], half: float = 0.05) -> dict[str, list[float]]:
+        return {"mean": means, "low": [mean - half for mean in means], "high": [mean + half for mean in means]}
+
+    falling = [2.0 - place / bins for place in range(bins)]
+    rising = [5.0 * (place + 1) for place in range(bins)]
+    fractions = [0.0, 0.3, 0.9]
+    prefixes = {
+        "edges": edges,
+        "rollouts": [40] * bins,
+        "student": curve([-value / 10 for value in rising]),
+        "teacher": curve([-value for value in rising]),
+        "difference": curve([-0.9 * value for value in rising]),
+    }
+    rules = [
+        ("opd", "OPD", "uniform"),
+        ("iw-opd-0.5", "IW-OPD, gamma 0.5", "cumulative-share"),
+        ("surrogate-only", "Surrogate weight only", "cumulative-share"),
+        *((f"ideal-{alpha}", f"Ideal weight, alpha {alpha}", "ideal") for alpha in ("1", "0.1", "0.01", "0.001")),
+        ("prefix-30", "Prefix-30", "prefix-only"),
+        ("mine", "Of a plug-in", "mine"),
+    ]
+    aligned = [
+        {"key": key, "title": title, "cosine": estimate(0.3 + place / 100), "gain": estimate(place / 10) if place else None}
+        for place, (key, title, _) in enumerate(rules)
+    ]
+    regions = [
+        {"key": key, "title": f"OPD {key} the drift", "cosine": estimate(0.2), "gain": estimate(0.0), "share": estimate(share)}
+        for key, share in (("before", 0.1), ("at", 0.2), ("until", 0.3), ("after", 0.7))
+    ]
+    values = {
+        "format": 1,
+        "iwopd": "0.1.0",
+        "student": student,
+        "teacher": "large",
+        "task": "tiny",
+        "settings": {"bins": bins},
+        "rollouts": {"prompts": 40, "rollouts": 40, "empty": 0, "truncated": 2, "mean_tokens": 30.0},
+        "missing": {},
+        "notes": ["a remark of the probe"],
+        "handoff": {
+            "fractions": fractions,
+            "teacher": curve([0.9, 0.6, 0.4]),
+            "student": estimate(0.35),
+            "fall": estimate(0.5),
+            "problems": 40,
+            "continuations": 4,
+        },
+        "positions": {
+            "edges": edges,
+            "tokens": [120] * bins,
+            **{name: curve(falling) for name in ("abs_gap", "gap", "kl")},
+            **{name: curve([value / sum(falling) for value in falling], 0.01) for name in ("share", "kl_share")},
+            **{name: estimate(0.4) for name in ("mean_abs_gap", "mean_kl", "half", "first_30")},
+        },
+        "drift": {
+            "threshold": 2.0,
+            **{name: estimate(0.3) for name in ("rollouts", "position", "before", "at", "until", "after")},
+        },
+        "overlap": {
+            "k": 5,
+            "chance": 0.1,
+            "edges": edges,
+            "shared": curve([0.5] * bins),
+            "same_first": curve([0.8] * bins),
+            "mean_shared": estimate(0.5),
+            "mean_same_first": estimate(0.8),
+        },
+        "likelihood": {
+            "by_fraction": prefixes,
+            "by_token": {**prefixes, "edges": [3.0 * edge for edge in range(bins + 1)]},
+            **{name: estimate(-30.0) for name in ("student", "teacher", "difference")},
+        },
+        "rules": {
+            "edges": edges,
+            "rules": [
+                {
+                    "key": key,
+                    "title": title,
+                    "rule": rule,
+                    "params": {},
+                    "weights": curve(falling),
+                    "effective": estimate(0.9),
+                    "first_30": estimate(0.4),
+                }
+                for key, title, rule in rules
+            ],
+            "cumulative": {
+                "signed": curve([-value for value in rising]),
+                "unsigned": curve([1.1 * value for value in rising]),
+                "rebound": estimate(0.5),
+                "opposite": estimate(0.02, 0.01),
+            },
+        },
+        "alignment": {"batches": 4, "batch_prompts": 10, "rules": aligned, "regions": regions},
+        "bias": "strong",
+        "verdict": ["The position bias is strong.", "It falls."],
+        "seconds": {"rollouts": 1.5},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write(path, {**values, **changes})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from browser.report_runs import handoff, lines, make_run, metrics, read_lines, rollout
+from browser.report_runs import handoff, lines, make_probe, make_run, metrics, read_lines, rollout
 from iwopd.report import write_report
 
 PAYLOADS = (
@@ -288,6 +288,50 @@ def test_live_page_loads_itself_again(two_runs: Path, open_page: Any, tmp_path: 
     time.sleep(1.5)
     assert opened.page.evaluate("window.stays") is True
     assert opened.complaints == []
+
+
+def test_probes_and_runs_on_one_page(two_runs: Path, open_page: Any, tmp_path: Path) -> None:
+    paths = [make_probe(tmp_path / f"{place}.json", name) for place, name in enumerate(("<b>small</b>", "medium"))]
+    opened = open_page(write_report([two_runs], tmp_path / "report.html", probes=paths))
+    opened.everything_drawn()
+    page = opened.page
+    assert page.locator("#probe .bias").all_inner_texts() == ["Strong position bias"] * 2
+    # a dot and an interval for every row and probe
+    dots = page.evaluate("document.getElementById('plot-probe-gain').data.map((t) => [t.name, t.x, t.error_x.array])")
+    gains = [row["gain"] for row in json.loads(paths[0].read_text())["alignment"]["rules"] if row["gain"]]
+    assert [row[0] for row in dots] == ["&lt;b&gt;small&lt;/b&gt;", "medium"]
+    assert dots[1][1] == pytest.approx([gain["mean"] for gain in gains], abs=1e-4)
+    assert dots[1][2] == pytest.approx([0.05] * len(gains), abs=1e-4)
+    ticks = page.evaluate("[...document.querySelectorAll('#plot-probe-gain .ytick text')].map((t) => t.textContent.trim())")
+    assert ticks[:2] == ["OPD", "IW-OPD, gamma 0.5"]
+    assert page.locator("#figure-handoff .keys li").all_inner_texts() == [
+        "<b>small</b>",
+        "medium",
+        "hand-off file, world drift",
+    ]
+    # a probe and a method of the same style are hidden apart
+    page.locator("button[data-key='probe-0']").click()
+    hidden = "(id) => document.getElementById(id).data.filter((t) => t.visible === false).length"
+    assert page.evaluate(hidden, "plot-probe-gap") == 3  # band and curve
+    assert page.evaluate(hidden, "plot-probe-gain") == 1
+    assert page.evaluate(hidden, "plot-accuracy-0") == 0
+    page.locator("#figure-probe-gain summary").click()
+    cells = page.locator("#figure-probe-gain .numbers tr").nth(2).locator("td").all_inner_texts()
+    assert cells == ["IW-OPD, gamma 0.5", "0.1", "0.05", "0.15", "0.1", "0.05", "0.15"]
+    opened.check_quiet()
+
+
+def test_a_probe_alone_on_a_small_screen(open_page: Any, tmp_path: Path) -> None:
+    path = write_report(
+        [make_probe(tmp_path / "probe.json", overlap=None, missing={"overlap": "left out"})], tmp_path / "r.html"
+    )
+    opened = open_page(path, color_scheme="dark")
+    opened.page.set_viewport_size({"width": 390, "height": 800})
+    opened.everything_drawn()
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == 390
+    assert "left out" in opened.page.locator(".not-measured").inner_text()
+    assert opened.page.locator("#runs, .method, #token-view").count() == 0
+    opened.check_quiet()
 
 
 @pytest.mark.slow

@@ -12,9 +12,23 @@ def add(commands: Any) -> None:
         "figures",
         help="the report's figures for a paper: PDF, SVG or PNG",
         description="Draws the charts of `iwopd report` for print: every chart in the width of a column (3.25 in), every "
-        "section as a sheet in the width of a page (6.75 in), fonts embedded, in styles that the colour-blind can tell apart.",
+        "section as a sheet in the width of a page (6.75 in), fonts embedded, in styles that the colour-blind can tell apart. "
+        "With --layout paper: figures 1 to 4 as the paper arranges them; a place without data says what it needs.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a folder of run directories")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN_OR_PROBE",
+        help="run directory, probe (folder or probe.json), or a folder of them",
+    )
+    parser.add_argument("--probe", type=Path, action="append", default=[], metavar="PROBE", help="probe; may be repeated")
+    parser.add_argument(
+        "--layout",
+        choices=("charts", "paper"),
+        default="charts",
+        help="one file a chart, or the paper's figures (default: charts)",
+    )
     parser.add_argument("--format", choices=("pdf", "svg", "png"), default="pdf", help="file format (default: pdf)")
     parser.add_argument("-o", "--out", type=Path, default=Path("figures"), help="folder for the files (default: figures)")
     parser.add_argument("--handoff", type=Path, help="hand-off curve (default: handoff.json beside the runs)")
@@ -32,7 +46,14 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     except ImportError as error:
         raise ReportError(f"figures need matplotlib ({error}): pip install 'iwopd[figures]'") from None
 
-    written, notes = write_figures(options.runs, options.out, file_format=options.format, handoff_file=options.handoff)
+    written, notes = write_figures(
+        options.runs,
+        options.out,
+        probes=options.probe,
+        file_format=options.format,
+        layout=options.layout,
+        handoff_file=options.handoff,
+    )
     for note in notes.items:
         print(printable(f"iwopd: {note.where}: {note.text}"), file=sys.stderr)
     print(printable(f"{len(written)} figures in {options.out}"))

@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     write_probe(probe, out)
     console = Console(stderr=options.json)
     print_probe(probe, console)
-    console.print(f"result: {out}", highlight=False, markup=False)
+    console.print(f"result: {out}; see it: iwopd report {out.parent}", highlight=False, markup=False, soft_wrap=True)
     if options.json:
         print(probe.model_dump_json())
     return 0

@@ -10,12 +10,20 @@ from typing import Any
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
-        help="one page on one or more runs: what they learned, and where the signal goes",
-        description="Writes one self-contained HTML page on run directories: comparison, learning curves, gap, KL and weights "
-        "along the answer, training health, and single answers token by token. It opens from disk and needs no network. "
-        "Runs that are unfinished or damaged are shown as far as they go; the page says what is missing.",
+        help="one page on runs and probes: what was learned, and where the signal goes",
+        description="Writes one self-contained HTML page on run directories and probes (`iwopd probe`). Of runs: comparison, "
+        "learning curves, gap, KL and weights along the answer, training health, and single answers token by token. Of probes: "
+        "verdict, hand-off curve, disagreement by position, prefix likelihoods, weight rules and gradient alignment. It opens "
+        "from disk and needs no network. What is unfinished or damaged is shown as far as it goes; it says what is missing.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, or a folder of run directories")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN_OR_PROBE",
+        help="run directory, probe (folder or probe.json), or a folder of them",
+    )
+    parser.add_argument("--probe", type=Path, action="append", default=[], metavar="PROBE", help="probe; may be repeated")
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
     parser.add_argument("--handoff", type=Path, help="hand-off curve (default: handoff.json beside the runs)")
     parser.add_argument("--max-tokens", type=int, default=None, help="most tokens in the token view (default: 1,200,000)")
@@ -40,8 +48,9 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         def say(text: str) -> None:
             print(printable(text), flush=True)
 
-        watch(options.runs, options.out, every=options.every, handoff=options.handoff, max_tokens=max_tokens, say=say)
+        common = {"probes": options.probe, "handoff": options.handoff, "max_tokens": max_tokens}
+        watch(options.runs, options.out, every=options.every, say=say, **common)
         return 0
-    out = write_report(options.runs, options.out, handoff=options.handoff, max_tokens=max_tokens)
+    out = write_report(options.runs, options.out, probes=options.probe, handoff=options.handoff, max_tokens=max_tokens)
     print(f"report: {printable(str(out))}")
     return 0

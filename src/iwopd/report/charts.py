@@ -22,7 +22,7 @@ MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle
 
 @dataclass(frozen=True)
 class Series:
-    """A line, with a band around it if `low` and `high` are given."""
+    """A line, with a band around it if `low` and `high` are given; in a chart of dots, a dot with an interval a row."""
 
     label: str
     style: int
@@ -30,6 +30,10 @@ class Series:
     y: Values
     low: Values | None = None
     high: Values | None = None
+    dash: int | None = None
+    """Index into the dashes, where it is not the style's: the second of two curves in one colour. Without markers."""
+    legend: bool = True
+    """Named in the chart's own legend; else the caption says what it is."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,21 @@ class Chart:
     band: str = ""
     """What the bands are, for the caption; empty: there are none."""
     markers: bool = False
-    kind: Literal["lines", "stack"] = "lines"
-    """`stack`: a horizontal bar for every label of `bars`, made of the series' values."""
+    kind: Literal["lines", "stack", "dots"] = "lines"
+    """`stack`: a horizontal bar for every label of `bars`, made of the series' values. `dots`: a row for every label of `bars`,
+    with a dot and an interval for every series, filled where the interval leaves zero out (`stands`)."""
     bars: tuple[str, ...] = ()
     lines: tuple[tuple[str, float], ...] = ()
-    """Horizontal reference lines: label and height."""
+    """Reference lines: label and height (in a chart of dots: its place on the horizontal axis)."""
+    by: Literal["method", "probe", "own"] = "method"
+    """What the styles stand for: the page's methods or its probes, which the reader can hide in all charts, or something of
+    this chart's own, which then has a legend."""
+
+    @property
+    def keys(self) -> tuple[Series, ...]:
+        """What the chart's own legend names."""
+        named = tuple(one for one in self.series if one.legend)
+        return named if self.by == "own" and self.kind == "lines" and len(named) > 1 else ()
 
     def as_json(self) -> dict[str, Any]:
         """For the page; numbers to five significant digits, which is more than a screen shows."""
@@ -71,6 +85,7 @@ class Chart:
             "band": self.band,
             "bars": list(self.bars),
             "lines": [list(line) for line in self.lines],
+            "by": self.by,
             "x": asdict(self.x),
             "y": asdict(self.y),
             "series": [
@@ -81,10 +96,34 @@ class Chart:
                     "y": _short(one.y),
                     "low": None if one.low is None else _short(one.low),
                     "high": None if one.high is None else _short(one.high),
+                    "dash": one.dash,
+                    "legend": one.legend,
+                    **(self._dots(turn) if self.kind == "dots" else {}),
                 }
-                for one in self.series
+                for turn, one in enumerate(self.series)
             ],
         }
+
+    def filled(self, series: Series, place: int) -> bool:
+        """Whether a dot is filled: shares cannot be below zero, so for them zero is no question."""
+        return self.x.percent or stands(series, place)
+
+    def _dots(self, turn: int) -> dict[str, Any]:
+        one = self.series[turn]
+        filled = [self.filled(one, place) for place in range(len(one.y))]
+        return {"filled": filled, "offset": row_offset(turn, len(self.series))}
+
+
+def stands(series: Series, place: int) -> bool:
+    """Whether an interval leaves zero out; without an interval nobody knows."""
+    low = None if series.low is None else series.low[place]
+    high = None if series.high is None else series.high[place]
+    return low is not None and high is not None and (low > 0 or high < 0)
+
+
+def row_offset(turn: int, count: int) -> float:
+    """Where in its row the dot of one of `count` series is, in rows."""
+    return (turn - (count - 1) / 2) * min(0.24, 0.72 / count)
 
 
 def _short(values: Values) -> list[float | None]:

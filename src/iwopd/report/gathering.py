@@ -1,11 +1,14 @@
-"""Runs that differ in nothing but the seed are one group: one label, one colour and one line style in every chart."""
+"""Runs that differ in nothing but the seed are one group: one label, one colour and one line style in every chart.
+
+Probes have labels and styles of their own, as a probe is of a pair of models, not of a method.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +18,15 @@ from iwopd.eval.results import method_title
 from iwopd.methods import TITLES
 from iwopd.report.reading import Notes, Run
 
+if TYPE_CHECKING:
+    from iwopd.analysis.probe.result import Probe
+    from iwopd.report.probe_files import NamedProbe
+
 INCIDENTAL = ("seed", "steps", "threads", "tracking", "checkpoint", "eval", "method", "optim.token_budget")
 """Settings that do not make a run another method's: they are told apart elsewhere, or change no result."""
+
+COMPARED_PROBES = 4
+"""So many pairs stay readable as colours in one chart; more of them get a section each."""
 
 FIXED_STYLES = {"OPD": 0, "IW-OPD": 1}
 """The two that nearly every report has look the same in all of them."""
@@ -52,6 +62,24 @@ class TaskCurve:
 
 
 @dataclass(frozen=True)
+class ProbeView:
+    """A probe with what it is called and looks like on the page."""
+
+    label: str
+    style: int
+    name: str
+    """Of its file or folder."""
+    probe: Probe
+    alone: bool = True
+    """The only one in its charts: then colours need not stand for probes."""
+
+    @property
+    def pair(self) -> str:
+        """Student and teacher."""
+        return f"{_model(self.probe.student)} from {_model(self.probe.teacher)}"
+
+
+@dataclass(frozen=True)
 class ReportData:
     """Everything that the panels read."""
 
@@ -62,15 +90,40 @@ class ReportData:
     handoff: dict[str, Any] | None
     max_tokens: int
     """Most response tokens in the token view."""
+    probes: tuple[ProbeView, ...] = ()
+
+    @property
+    def compared(self) -> tuple[ProbeView, ...]:
+        """Probes that share charts; none if there are so many that each has its own section."""
+        return self.probes if len(self.probes) <= COMPARED_PROBES else ()
 
     def group_of(self, run: Run) -> Group:
         return next(group for group in self.groups if run in group.runs)
 
 
-def gather(runs: Sequence[Run], notes: Notes, handoff: dict[str, Any] | None, max_tokens: int) -> ReportData:
+def gather(
+    runs: Sequence[Run],
+    notes: Notes,
+    handoff: dict[str, Any] | None,
+    max_tokens: int,
+    probes: Sequence[NamedProbe] = (),
+) -> ReportData:
     groups = _groups(runs)
     _note_differences(runs, notes)
-    return ReportData(tuple(runs), groups, _tasks(groups, notes), notes, handoff, max_tokens)
+    return ReportData(tuple(runs), groups, _tasks(groups, notes), notes, handoff, max_tokens, probe_views(probes))
+
+
+def probe_views(probes: Sequence[NamedProbe]) -> tuple[ProbeView, ...]:
+    """Labelled by what tells them apart: the student; else the pair, the task, and at last the folder."""
+    candidates = [
+        [_model(one.probe.student) for one in probes],
+        [f"{_model(one.probe.student)} from {_model(one.probe.teacher)}" for one in probes],
+        [f"{_model(one.probe.student)} from {_model(one.probe.teacher)}, {one.probe.task}" for one in probes],
+        [f"{_model(one.probe.student)} ({one.name})" for one in probes],
+    ]
+    labels = next((names for names in candidates if len(set(names)) == len(names)), candidates[-1])
+    views = enumerate(zip(labels, probes, strict=True))
+    return tuple(ProbeView(label, style, one.name, one.probe, len(probes) == 1) for style, (label, one) in views)
 
 
 def method_label(run: Run) -> str:
@@ -86,6 +139,11 @@ def folder_handoff(paths: Sequence[Path]) -> Path | None:
             if (folder / "handoff.json").is_file():
                 return folder / "handoff.json"
     return None
+
+
+def _model(name: str) -> str:
+    """A hub id as it is, of a path its last part."""
+    return (name.rstrip("/").rpartition("/")[2] or name) if name.startswith(("/", ".", "~")) else name
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from iwopd.report.charts import DARK, DASHES, LIGHT, MARKERS
 from iwopd.report.gathering import ReportData, folder_handoff, gather
 from iwopd.report.panel import Panel
 from iwopd.report.panels import build_panels
-from iwopd.report.reading import Notes, ReportError, read_handoff, read_runs
+from iwopd.report.probes import estimate
+from iwopd.report.reading import Notes, ReportError, read_all, read_handoff, split_paths
 from iwopd.report.text import printable
 from iwopd.train.filesystem import write_atomic
 
@@ -51,17 +52,19 @@ def write_report(
     runs: Sequence[Path],
     out: Path,
     *,
+    probes: Sequence[Path] = (),
     handoff: Path | None = None,
     max_tokens: int = MAX_TOKENS,
     refresh: float | None = None,
 ) -> Path:
-    """Write the page on these run directories to `out` and return its path.
+    """Write the page on these run directories and probes to `out` and return its path.
 
-    `handoff` is the demo's hand-off curve; by default `handoff.json` beside the runs, if it is there. `refresh` makes the page
-    load itself anew every so many seconds. Raises `ReportError` if nothing can be read or `out` cannot be written.
+    A probe among `runs` is recognised by what is in it. `handoff` is the demo's hand-off curve; by default `handoff.json`
+    beside the runs, if it is there. `refresh` makes the page load itself anew every so many seconds. Raises `ReportError` if
+    nothing can be read or `out` cannot be written.
     """
     check_out(out)
-    data = read_data(runs, handoff=handoff, max_tokens=max_tokens)
+    data = read_data(runs, probes=probes, handoff=handoff, max_tokens=max_tokens)
     text = render(data, build_panels(data), refresh=refresh)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -71,11 +74,13 @@ def write_report(
     return out
 
 
-def read_data(runs: Sequence[Path], *, handoff: Path | None = None, max_tokens: int = MAX_TOKENS) -> ReportData:
+def read_data(
+    runs: Sequence[Path], *, probes: Sequence[Path] = (), handoff: Path | None = None, max_tokens: int = MAX_TOKENS
+) -> ReportData:
     notes = Notes()
-    found = read_runs(runs, notes)
-    curve = handoff or folder_handoff(runs)
-    return gather(found, notes, read_handoff(curve, notes) if curve else None, max_tokens)
+    found, measured = read_all(runs, probes, notes)
+    curve = handoff or folder_handoff(split_paths(runs)[0])
+    return gather(found, notes, read_handoff(curve, notes) if curve else None, max_tokens, measured)
 
 
 def check_out(out: Path) -> None:
@@ -111,6 +116,8 @@ def render(data: ReportData, panels: Sequence[Panel], *, refresh: float | None =
             blocks={name: Markup(as_script_json(block)) for name, block in {"page": page, **blocks}.items()},
             panels=panels,
             groups=data.groups,
+            probes=data.probes,
+            legend_probes=data.compared if len(data.compared) > 1 else (),
             runs=data.runs,
             notes=data.notes.items,
             refresh=refresh,
@@ -125,6 +132,8 @@ def as_script_json(value: Any) -> str:
 
 
 def _title(data: ReportData) -> str:
+    if not data.runs:
+        return data.probes[0].pair if len(data.probes) == 1 else f"{len(data.probes)} probes"
     if len(data.runs) == 1:
         return data.runs[0].name
     labels = [group.label for group in data.groups]
@@ -150,7 +159,7 @@ def _palette() -> str:
     colours = "".join(
         f"--s{place}:light-dark({light},{dark});" for place, (light, dark) in enumerate(zip(LIGHT, DARK, strict=True))
     )
-    classes = "".join(f".s{place}{{color:var(--s{place})}}" for place in range(len(LIGHT)))
+    classes = ".sn{color:var(--text)}" + "".join(f".s{place}{{color:var(--s{place})}}" for place in range(len(LIGHT)))
     return f":root{{{colours}}}{classes}\n"
 
 
@@ -170,7 +179,8 @@ def _environment() -> Environment:
     environment.filters["points"] = lambda value: f"{value:+.1f}".replace("-", "−")
     environment.filters["percent"] = lambda value: f"{value:.1f}"
     environment.filters["p"] = lambda value: "< 0.001" if value < 0.001 else f"{value:.3f}"
+    environment.filters["estimate"] = estimate
     environment.globals |= {"str_type": str, "int_type": int}
-    environment.globals["dash"] = lambda style: DASHES[style % len(DASHES)]
-    environment.globals["colour"] = lambda style: style % len(LIGHT)
+    environment.globals["dash"] = lambda style, own=None: DASHES[(max(0, style) if own is None else own) % len(DASHES)]
+    environment.globals["colour"] = lambda style: "n" if style < 0 else style % len(LIGHT)
     return environment

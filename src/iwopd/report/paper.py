@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,21 +13,44 @@ from typing import Any, Literal
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from iwopd.report.charts import DASHES, LIGHT, MARKERS, Axis, Chart, Series
+from iwopd.report.charts import DASHES, LIGHT, MARKERS, Axis, Chart, Series, row_offset
 from iwopd.report.gathering import ReportData
 from iwopd.report.page import read_data
 from iwopd.report.panel import Panel
-from iwopd.report.panels import handoff, health, learning, position
+from iwopd.report.panels import (
+    alignment,
+    disagreement,
+    handoff,
+    health,
+    learning,
+    likelihood,
+    position,
+    probe_sections,
+    weights,
+)
 from iwopd.report.reading import Notes, ReportError
+from iwopd.report.sheets import Cell, Sheet, sheets
 from iwopd.report.text import printable
 
 COLUMN, PAGE = 3.25, 6.75
 """Inches: one column and the full width of a two-column page."""
 FORMATS = ("pdf", "svg", "png")
 Format = Literal["pdf", "svg", "png"]
+LAYOUTS = ("charts", "paper")
+Layout = Literal["charts", "paper"]
 
-PANELS: tuple[Callable[[ReportData], Panel | None], ...] = (learning.build, position.build, handoff.build, health.build)
+PANELS: tuple[Callable[[ReportData], Panel | None], ...] = (
+    learning.build,
+    position.build,
+    handoff.build,
+    disagreement.build,
+    likelihood.build,
+    weights.build,
+    alignment.build,
+    health.build,
+)
 
 STYLE: Any = {
     "pdf.fonttype": 42,  # TrueType, as journals ask: text stays text
@@ -73,28 +97,55 @@ STAGE_TONES = tuple(LIGHT[place] for place in (0, 4, 5, 2))
 
 
 def write_figures(
-    runs: Sequence[Path], folder: Path, *, file_format: Format = "pdf", handoff_file: Path | None = None
+    runs: Sequence[Path],
+    folder: Path,
+    *,
+    probes: Sequence[Path] = (),
+    file_format: Format = "pdf",
+    layout: Layout = "charts",
+    handoff_file: Path | None = None,
 ) -> tuple[list[Path], Notes]:
-    """A file a chart in one column's width, and a sheet a panel in the page's width; also what was missing."""
+    """A file a chart in one column's width, and a sheet a panel in the page's width; also what was missing.
+
+    With the layout `paper`, figures 1 to 4 of the paper instead, in the page's width.
+    """
     if file_format not in FORMATS:
         raise ReportError(f"unknown format {file_format!r}; choose from {', '.join(FORMATS)}")
-    data = read_data(runs, handoff=handoff_file)
-    panels = [panel for build in PANELS if (panel := build(data)) is not None and panel.charts]
-    if not panels:
-        raise ReportError("the runs have nothing to draw: no evaluation and no metric could be read")
+    if layout not in LAYOUTS:
+        raise ReportError(f"unknown layout {layout!r}; choose from {', '.join(LAYOUTS)}")
+    data = read_data(runs, probes=probes, handoff=handoff_file)
+    figures = _paper_figures(data) if layout == "paper" else _chart_figures(data)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _style():
-            written = [_save(figure, folder / f"{name}.{file_format}") for panel in panels for name, figure in _figures(panel)]
+            written = [_save(figure, folder / f"{name}.{file_format}") for name, figure in figures]
     except OSError as error:
         raise ReportError(f"cannot write figures to {printable(str(folder))}: {error.strerror}; choose another -o") from None
+    if not written:
+        raise ReportError("there is nothing to draw: no evaluation, no metric and no probe's curve could be read")
     return written, data.notes
+
+
+def _chart_figures(data: ReportData) -> Iterator[tuple[str, Figure]]:
+    panels = [panel for build in PANELS if (panel := build(data)) is not None] + probe_sections(data)
+    for panel in panels:
+        yield from _figures(panel)
+
+
+def _paper_figures(data: ReportData) -> Iterator[tuple[str, Figure]]:
+    for sheet in sheets(data):
+        if sheet.empty:
+            data.notes.add(sheet.id, f"nothing to draw; it needs {'; or '.join(cell.needs for cell in sheet.cells)}")
+        else:
+            yield sheet.id, _sheet(sheet)
 
 
 def draw(axes: Axes, chart: Chart, *, title: bool = True) -> None:
     """One chart into given axes."""
     if chart.kind == "stack":
         _bars(axes, chart)
+    elif chart.kind == "dots":
+        _dots(axes, chart)
     else:
         for series in chart.series:
             _line(axes, series, chart)
@@ -118,13 +169,13 @@ def draw(axes: Axes, chart: Chart, *, title: bool = True) -> None:
 
 def _figures(panel: Panel) -> Iterator[tuple[str, Figure]]:
     for chart in panel.charts:
-        figure = Figure(figsize=(COLUMN, 2.35), layout="constrained")
+        figure = Figure(figsize=(COLUMN, _rows_height(chart) if chart.kind == "dots" else 2.35), layout="constrained")
         axes = figure.add_subplot()
         draw(axes, chart, title=False)  # a paper has captions
         _legend(figure, axes, 2)
         yield chart.id, figure
     charts = [chart for chart in panel.charts if chart.kind == "lines"]  # bars have another legend: they stay by themselves
-    if len(charts) > 1:
+    if len(charts) > 1 and not any(chart.keys for chart in charts):  # nor do charts with legends of their own share a sheet
         columns = 2 if panel.id == "position" else min(3, len(charts))
         rows = math.ceil(len(charts) / columns)
         figure = Figure(figsize=(PAGE, 1.75 * rows + 0.4), layout="constrained")
@@ -138,17 +189,79 @@ def _figures(panel: Panel) -> Iterator[tuple[str, Figure]]:
         yield f"panel-{panel.id}", figure
 
 
+def _sheet(sheet: Sheet) -> Figure:
+    """The paper's arrangement: side by side, lettered, each with its own legend below."""
+    figure = Figure(figsize=(PAGE, 2.7), layout=ConstrainedLayoutEngine(w_pad=0.06, wspace=0.04))
+    grid = figure.subplots(1, len(sheet.cells), squeeze=False)[0]
+    for letter, axes, cell in zip("abc", grid, sheet.cells, strict=False):
+        _cell(axes, cell)
+        axes.set_title(f"({letter}) {_plain(cell.title)}", loc="left", fontweight="bold", fontsize=7.5)
+    return figure
+
+
+def _cell(axes: Axes, cell: Cell) -> None:
+    if cell.chart is None:
+        axes.grid(visible=False)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.spines[:].set_visible(True)
+        axes.spines[:].set_color("#e2e2e2")
+        words = textwrap.fill(f"no data: needs {cell.needs}", 24)
+        axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color="#b0b0b0")
+        return
+    draw(axes, cell.chart, title=False)
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        columns = 2 if max(len(label) for label in labels) <= 16 else 1
+        looks: Any = {"fontsize": 6.5, "handlelength": 2.2, "columnspacing": 1.0, "bbox_to_anchor": (0.5, -0.24)}
+        axes.legend(handles, labels, loc="upper center", ncols=columns, **looks)
+
+
+def _dots(axes: Axes, chart: Chart) -> None:
+    """A dot with an interval for every row and series; hollow where the interval holds zero."""
+    for label, place in chart.lines:
+        axes.axvline(place, color="#555555", linewidth=0.8, linestyle=LINES["dot"])
+        corner: Any = ("data", "axes fraction")
+        axes.annotate(_plain(label), (place, 1.0), xycoords=corner, ha="center", va="bottom", fontsize=7, color="#555555")
+    axes.axvline(0.0, color="#999999", linewidth=0.6)
+    for turn, series in enumerate(chart.series):
+        colour = "#222222" if series.style < 0 else LIGHT[series.style % len(LIGHT)]
+        sign = SIGNS[MARKERS[max(0, series.style) % len(MARKERS)]]
+        for row, value in enumerate(series.y):
+            if value is None:
+                continue
+            height = row + row_offset(turn, len(chart.series))
+            ends = [value if column is None or (end := column[row]) is None else end for column in (series.low, series.high)]
+            axes.plot(ends, [height, height], color=colour, linewidth=1.1, solid_capstyle="butt")
+            face = colour if chart.filled(series, row) else "white"
+            axes.plot([value], [height], sign, color=colour, markerfacecolor=face, markeredgewidth=0.9, markersize=3.6)
+        axes.plot([], [], sign, color=colour, markersize=3.6, linestyle="-", label=_plain(series.label))
+    axes.set_yticks(range(len(chart.bars)), [_plain(bar) for bar in chart.bars])
+    axes.set_ylim(len(chart.bars) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
+    if chart.x.zero and axes.get_xlim()[0] < 0 and not _negative(chart):
+        axes.set_xlim(left=0.0)
+
+
+def _rows_height(chart: Chart) -> float:
+    """Inches."""
+    return 0.65 + len(chart.bars) * (0.155 if len(chart.series) == 1 else 0.1 + 0.07 * len(chart.series))
+
+
 def _line(axes: Axes, series: Series, chart: Chart) -> None:
     turn = max(0, series.style)
     colour = "#222222" if series.style < 0 else LIGHT[turn % len(LIGHT)]
-    few = chart.markers and len(series.x) <= 60
+    few = chart.markers and len(series.x) <= 60 and series.dash is None
     axes.plot(
         series.x,
         [math.nan if value is None else value for value in series.y],
         color=colour,
-        linestyle=LINES[DASHES[turn % len(DASHES)]],
+        linestyle=LINES[DASHES[(turn if series.dash is None else series.dash) % len(DASHES)]],
+        linewidth=1.3 if series.legend else 0.9,
         marker=SIGNS[MARKERS[turn % len(MARKERS)]] if few or len(series.x) == 1 else None,
-        label=_plain(series.label),
+        label=_plain(series.label) if series.legend else "_nolegend_",
     )
     if series.low is not None and series.high is not None:
         low = [math.nan if value is None else value for value in series.low]
@@ -195,7 +308,9 @@ def _negative(chart: Chart) -> bool:
 def _legend(figure: Figure, axes: Axes, columns: int) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        figure.legend(handles, labels, loc="outside upper center", ncols=min(columns, len(handles)))
+        entry = 0.4 + 0.048 * max(len(label) for label in labels)  # inches, roughly
+        fitting = max(1, int(figure.get_figwidth() // entry))
+        figure.legend(handles, labels, loc="outside upper center", ncols=min(columns, fitting, len(handles)))
 
 
 def _named(axis: Axis) -> str:

@@ -1,4 +1,4 @@
-"""Run directories as they are: unfinished, damaged or of another version. What cannot be read becomes a note.
+"""Run directories and probes as they are: unfinished, damaged or of another version. What cannot be read becomes a note.
 
 `train.rundir` is strict, because it writes; this reader is lenient, because a report on the remains is better than none.
 """
@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,12 @@ from iwopd.report.text import printable
 from iwopd.train.rundir import FORMAT
 from iwopd.types import EvalResult
 
+if TYPE_CHECKING:
+    from iwopd.report.probe_files import NamedProbe
+
 HANDOFF_FORMAT = 1
+RUN_FILES = ("run.json", "config.toml", "metrics.jsonl")
+PROBE_FILE = "probe.json"
 
 
 class ReportError(UserError, RuntimeError):
@@ -105,6 +110,40 @@ def read_runs(paths: Sequence[Path], notes: Notes) -> list[Run]:
         reasons = "; ".join(f"{note.where}: {note.text}" for note in notes.items) or "no run directory given"
         raise NothingToReportError(printable(f"nothing to report on. {reasons}"))
     return runs
+
+
+def split_paths(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Runs and probes among the paths that a user named. A file is a probe; a folder is what it holds, maybe both."""
+    runs: list[Path] = []
+    probes: list[Path] = []
+    for path in paths:
+        if path.is_file():
+            probes.append(path)
+            continue
+        own = path / PROBE_FILE
+        inside = [own] if own.is_file() else [] if _is_run(path) else sorted(path.glob(f"*/{PROBE_FILE}"))
+        probes += inside
+        if not inside or _is_run(path) or any(path.glob("*/run.json")):
+            runs.append(path)
+    return list(dict.fromkeys(runs)), list(dict.fromkeys(probes))
+
+
+def read_all(paths: Sequence[Path], probes: Sequence[Path], notes: Notes) -> tuple[list[Run], list[NamedProbe]]:
+    """Runs and probes of a report; an error only if there is neither."""
+    runs, among = split_paths(paths)
+    found: list[NamedProbe] = []
+    if among or probes:
+        from iwopd.report.probe_files import read_probes  # loads everything that a probe needs, which takes seconds
+
+        found = read_probes([*among, *probes], notes)
+    if found and not runs:
+        return [], found
+    try:
+        return read_runs(runs, notes), found
+    except NothingToReportError:
+        if not found:
+            raise
+        return [], found
 
 
 def read_log(path: Path, where: str, notes: Notes) -> Iterator[dict[str, Any]]:
@@ -266,8 +305,12 @@ def _interval(values: Any) -> tuple[float, float | None, float | None]:
     return mean, low, high
 
 
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in RUN_FILES)
+
+
 def _expand(path: Path) -> list[Path]:
-    if path.is_dir() and not any((path / name).exists() for name in ("run.json", "config.toml", "metrics.jsonl")):
+    if path.is_dir() and not _is_run(path):
         inside = sorted(child.parent for child in path.glob("*/run.json"))
         return inside or [path]
     return [path]

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from iwopd.report.page import MAX_TOKENS, check_out, write_report
-from iwopd.report.reading import Notes, NothingToReportError, Run, read_runs
+from iwopd.report.reading import PROBE_FILE, Notes, NothingToReportError, Run, read_all, split_paths
 from iwopd.train.rundir import LOGS
 
-FILES = ("run.json", "config.toml", *LOGS)
+FILES = ("run.json", "config.toml", *LOGS, PROBE_FILE)
 Stamps = dict[Path, tuple[int, int]]
 
 
@@ -21,6 +21,7 @@ def watch(
     runs: Sequence[Path],
     out: Path,
     *,
+    probes: Sequence[Path] = (),
     every: float = 5.0,
     handoff: Path | None = None,
     max_tokens: int = MAX_TOKENS,
@@ -33,14 +34,14 @@ def watch(
 
     def write(refresh: float | None) -> bool:
         try:
-            write_report(runs, out, handoff=handoff, max_tokens=max_tokens, refresh=refresh)
+            write_report(runs, out, probes=probes, handoff=handoff, max_tokens=max_tokens, refresh=refresh)
         except NothingToReportError:
             return False
         return True
 
     try:
         while True:
-            now = stamps(runs)
+            now = stamps([*runs, *probes])
             if now != seen:
                 first = not written
                 written = write(every) or written
@@ -48,7 +49,7 @@ def watch(
                     say(
                         f"report: {out} (written anew every {every:g} s as the run goes on)" if written else "waiting for a run"
                     )
-            elif written and all_finished(runs):  # and nothing was added since the last look: the last evaluation is in
+            elif written and all_finished(runs, probes):  # and nothing was added since the last look: the last evaluation is in
                 write(None)
                 say(f"the run is finished; report: {out}")
                 return out
@@ -63,19 +64,21 @@ def watch(
 def stamps(runs: Sequence[Path]) -> Stamps:
     """Time and size of every file that a report reads."""
     folders = [folder for run in runs for folder in (run, *(sorted(run.iterdir()) if run.is_dir() else ())) if folder.is_dir()]
+    files = [run for run in runs if run.is_file()] + [folder / name for folder in folders for name in FILES]
     found: Stamps = {}
-    for folder in folders:
-        for name in FILES:
-            try:
-                about = (folder / name).stat()
-            except OSError:
-                continue
-            found[folder / name] = (about.st_mtime_ns, about.st_size)
+    for file in files:
+        try:
+            about = file.stat()
+        except OSError:
+            continue
+        found[file] = (about.st_mtime_ns, about.st_size)
     return found
 
 
-def all_finished(runs: Sequence[Path]) -> bool:
-    return all(_finished(run) for run in read_runs(runs, Notes()))
+def all_finished(runs: Sequence[Path], probes: Sequence[Path] = ()) -> bool:
+    """Probes are finished once they are there; runs that cannot be read yet are not."""
+    found, _ = read_all(runs, probes, Notes())
+    return (bool(found) or not split_paths(runs)[0]) and all(_finished(run) for run in found)
 
 
 def _finished(run: Run) -> bool:

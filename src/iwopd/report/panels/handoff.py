@@ -1,45 +1,105 @@
-"""The hand-off curve: the student begins an answer, the teacher finishes it."""
+"""The hand-off curve: the student begins an answer, the teacher finishes it. Measured by the demo, by probes, or by both."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from iwopd.report.charts import NEUTRAL, Axis, Chart, Series
-from iwopd.report.gathering import ReportData
+from iwopd.report.gathering import ProbeView, ReportData
 from iwopd.report.panel import Panel
+from iwopd.report.probes import curve_series
+
+CAPTION = "It shows how much a prefix costs this teacher; it does not show how much of that a training method can win back."
+STUDENT_ALONE = 2
+"""Its dash, where several curves share a chart."""
 
 
 def build(data: ReportData) -> Panel | None:
-    if data.handoff is None:
+    drawn = charts(data.compared, data.handoff)
+    if not drawn:
         return None
-    points = data.handoff["points"]
-    student = data.handoff["student"]
-    series = Series(
-        "teacher goes on",
-        NEUTRAL,
-        [100 * share for share, _ in points],
-        [mean for _, (mean, _, _) in points],
-        [low for _, (_, low, _) in points],
-        [high for _, (_, _, high) in points],
-    )
+    return Panel("handoff", "Hand-off", _lead(data.compared, data.handoff), tuple(drawn))
+
+
+def charts(views: Sequence[ProbeView], demo: dict[str, Any] | None = None, suffix: str = "") -> list[Chart]:
+    """One chart with all curves (Fig. 1b)."""
+    measured = [view for view in views if view.probe.handoff is not None]
+    several = len(measured) + (demo is not None) > 1
+    series: list[Series] = []
+    alone: list[tuple[str, float]] = []
+    for view in measured:
+        part = view.probe.handoff
+        assert part is not None  # those that have one were chosen
+        x = [100 * fraction for fraction in part.fractions]
+        label = view.label if not view.alone else "probe" if several else "teacher goes on"
+        style = NEUTRAL if view.alone and not several else view.style
+        series.append(curve_series(label, style, x, part.teacher, 100.0))
+        if part.student is not None and part.student.mean is not None:
+            alone.append((label, 100 * part.student.mean))
+            series += [_level(label, style, 100 * part.student.mean)] if several else []
+    if demo is not None:
+        label = _demo_label(demo) if several else "teacher goes on"
+        points = demo["points"]
+        means, lows, highs = ([interval[place] for _, interval in points] for place in range(3))
+        series.append(Series(label, NEUTRAL, [100 * share for share, _ in points], means, lows, highs))
+        if demo["student"]:
+            alone.append((label, demo["student"][0]))
+            series += [_level(label, NEUTRAL, demo["student"][0])] if several else []
+    if not series:
+        return []
+    return [
+        Chart(
+            f"handoff{suffix}",
+            "The student begins, the teacher finishes",
+            Axis("part that the student wrote", percent=True, range=(-2, 102)),
+            Axis("right answers", percent=True, range=(0, 103)),
+            tuple(series),
+            f"Right answers{_problems(measured, demo)} when the teacher goes on from the first part of the untrained student's "
+            f"answer. {'Dotted: the student alone. ' if several and alone else ''}{CAPTION}",
+            band="95 % bootstrap intervals over problems",
+            markers=True,
+            lines=() if several else tuple(("student alone", height) for _, height in alone),
+            by="own",
+        )
+    ]
+
+
+def _level(label: str, style: int, height: float) -> Series:
+    return Series(f"{label}: student alone", style, [0.0, 100.0], [height, height], dash=STUDENT_ALONE, legend=False)
+
+
+def _demo_label(demo: dict[str, Any]) -> str:
+    return f"hand-off file{', world ' + demo['world'] if demo['world'] else ''}"
+
+
+def _problems(views: Sequence[ProbeView], demo: dict[str, Any] | None) -> str:
+    counts = [view.probe.handoff.problems for view in views if view.probe.handoff is not None]
+    counts += [demo["problems"]] if demo is not None and demo["problems"] else []
+    shown = " or ".join(str(count) for count in dict.fromkeys(counts))
+    return f" of {shown} problems" if shown else ""
+
+
+def _lead(views: Sequence[ProbeView], demo: dict[str, Any] | None) -> str:
+    """The question, and where there is one curve, its answer."""
+    question = "How much is the teacher's advice worth after a drifted beginning?"
+    found = [view.probe.handoff for view in views if view.probe.handoff is not None]
+    if demo is not None and not found:
+        points = [(share, interval[0]) for share, interval in demo["points"]]
+        alone = demo["student"][0] if demo["student"] else None
+    elif demo is None and len(found) == 1:
+        means = zip(found[0].fractions, found[0].teacher.mean, strict=True)
+        points = [(fraction, 100 * mean) for fraction, mean in means if mean is not None]
+        mean = found[0].student.mean if found[0].student is not None else None
+        alone = None if mean is None else 100 * mean
+    else:
+        points, alone = [], None
+    if not points:
+        return question
     first, last = points[0], points[-1]
-    problems = f" of {data.handoff['problems']} problems" if data.handoff["problems"] else ""
-    chart = Chart(
-        "handoff",
-        "The student begins, the teacher finishes",
-        Axis("part that the student wrote", percent=True, range=(-2, 102)),
-        Axis("right answers", percent=True, range=(0, 103)),
-        (series,),
-        f"Right answers{problems} when the teacher goes on from the first part of the untrained student's answer. "
-        "It shows how much a prefix costs this teacher; it does not show how much of that a training method can win back.",
-        band="95 % bootstrap intervals over problems",
-        markers=True,
-        lines=(("student alone", student[0]),) if student else (),
-    )
-    return Panel(
-        "handoff",
-        "Hand-off",
-        "How much is the teacher's advice worth after a drifted beginning? "
-        + (f"From the start it is right {first[1][0]:.0f}\u00a0% of the time, " if first[0] == 0 else "")
-        + f"after {100 * last[0]:.0f}\u00a0% of the student's answer {last[1][0]:.0f}\u00a0%"
-        + (f"; the student alone reaches {student[0]:.0f}\u00a0%." if student else "."),
-        (chart,),
+    return (
+        f"{question} "
+        + (f"From the start it is right {first[1]:.0f}\u00a0% of the time, " if first[0] == 0 else "")
+        + f"after {100 * last[0]:.0f}\u00a0% of the student's answer {last[1]:.0f}\u00a0%"
+        + (f"; the student alone reaches {alone:.0f}\u00a0%." if alone is not None else ".")
     )

@@ -75,6 +75,8 @@ STAGES = ("rollout", "teacher", "signal", "update")
 
 
 def build(data: ReportData) -> Panel | None:
+    if not data.runs:
+        return None
     if not any(run.metrics for run in data.runs):
         data.notes.add("training health", "no run has metrics")
         return None

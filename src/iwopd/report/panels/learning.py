@@ -26,6 +26,8 @@ DISTANCES = (
 
 
 def build(data: ReportData) -> Panel | None:
+    if not data.runs:
+        return None
     charts = [*_accuracy(data), *_distances(data)]
     if not charts:
         data.notes.add("learning curves", "no run has an evaluation or a metric to draw")

@@ -22,6 +22,8 @@ PARTS = {"first": "at the start", "last": "at the end"}
 
 
 def build(data: ReportData) -> Panel | None:
+    if not data.runs:
+        return None
     charts: list[Chart] = []
     for metric, name, title, unit, caption in QUANTITIES:
         drawn = {part: _series(data, metric, part) for part in PARTS}

@@ -22,7 +22,9 @@ _memory: dict[str, Comparison] = {}
 LEVEL = 0.05
 
 
-def build(data: ReportData) -> Panel:
+def build(data: ReportData) -> Panel | None:
+    if not data.runs:
+        return None
     tables = [_table(task, curves, data) for task, curves in data.tasks.items()]
     seeds = sorted({run.seed for run in data.runs if run.seed is not None})
     facts = [_count(len(data.runs), "run"), _count(len(data.groups), "method"), _count(len(seeds), "seed")]
@@ -37,7 +39,7 @@ def build(data: ReportData) -> Panel:
 
 def _table(task: str, curves: Sequence[TaskCurve], data: ReportData) -> dict[str, Any]:
     reference = next((curve for curve in curves if curve.group.label == "OPD"), curves[0])
-    pairs = {curve.group.label: _against(task, curve, reference, data) for curve in curves if curve is not reference}
+    pairs = {curve.group.label: against(task, curve, reference, data) for curve in curves if curve is not reference}
     whole = _together([pair for pair in pairs.values() if pair is not None])
     differences = {one.group: one for one in whole.differences} if whole else {}
     rows = []
@@ -70,7 +72,7 @@ def _table(task: str, curves: Sequence[TaskCurve], data: ReportData) -> dict[str
     }
 
 
-def _against(task: str, curve: TaskCurve, reference: TaskCurve, data: ReportData) -> Comparison | None:
+def against(task: str, curve: TaskCurve, reference: TaskCurve, data: ReportData) -> Comparison | None:
     """At the last step that both have; None where the two cannot be compared."""
     step = _common_step(curve, reference)
     if step is None:

@@ -9,6 +9,8 @@ from iwopd.report.reading import Run, read_log
 
 
 def build(data: ReportData) -> Panel | None:
+    if not data.runs:
+        return None
     table = TokenTable()
     packed = {run.name: _pack(run, table, data) for run in data.runs}
     kept = _within_limit(packed, data)

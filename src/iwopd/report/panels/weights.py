@@ -1,0 +1,156 @@
+"""What each weight rule would do to a probe's rollouts (Fig. 4b), and signed against unsigned sums (Fig. 4c)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from iwopd.report.charts import Axis, Chart, Series
+from iwopd.report.gathering import ProbeView, ReportData
+from iwopd.report.panel import Panel
+from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, dot_series, middles, one_each, shown_by
+
+if TYPE_CHECKING:
+    from iwopd.analysis.probe.result import Rules
+
+FAMILIES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+    (
+        "sums",
+        "Weights from sums of gaps",
+        ("uniform", "cumulative-share", "signed"),
+        "IW-OPD gives a token more weight the less of the answer's discrepancy lies before it; plain OPD gives 1 everywhere.",
+    ),
+    (
+        "ideal",
+        "Ideal weights",
+        ("ideal",),
+        "The prefix's importance ratio to the power of alpha over its mean: the curve is flat, and the band shows the spread.",
+    ),
+    (
+        "position",
+        "Weights by position alone",
+        ("fixed-prefix", "linear-decay", "curriculum", "prefix-only", "suffix-only"),
+        "Rules that look at no gap, only at where a token is.",
+    ),
+)
+"""Name, title, rules and words of a chart; rules that are in none have one of their own."""
+OTHER = ("other", "Other rules", "Rules from plug-ins, with their defaults.")
+LIMIT = "It shows what a rule would weigh, not whether that helps."
+
+
+def build(data: ReportData) -> Panel | None:
+    views = [view for view in data.compared if view.probe.rules is not None]
+    if not views:
+        return None
+    drawn = [chart for view in views for chart in (curves(view) if view.alone else curves(view, f"-{view.style}", view.label))]
+    return Panel(
+        "rules",
+        "What rules would do",
+        "Nothing was trained: each weight rule is applied to the probe's rollouts as they are. A rule that moves weight to "
+        "early tokens spends the update where prefixes are still clean; whether it pays, alignment and training can tell.",
+        (*drawn, *effects(views)),
+    )
+
+
+def charts(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
+    """Everything for one probe."""
+    found = [view for view in views if view.probe.rules is not None]
+    return [*(chart for view in found for chart in curves(view, suffix)), *effects(found, suffix)]
+
+
+def curves(view: ProbeView, suffix: str = "", label: str = "") -> list[Chart]:
+    """Mean weights by position, a chart a family of rules; then the sums."""
+    part = _part(view)
+    known = {rule for _, _, rules, _ in FAMILIES for rule in rules}
+    families = [
+        (name, title, [rule for rule in part.rules if rule.rule in rules], words) for name, title, rules, words in FAMILIES
+    ]
+    families.append((OTHER[0], OTHER[1], [rule for rule in part.rules if rule.rule not in known], OTHER[2]))
+    behind = f", {label}" if label else ""
+    drawn = [
+        Chart(
+            f"probe-weights-{name}{suffix}",
+            f"{title}{behind}",
+            ALONG,
+            Axis("mean weight", zero=True),
+            tuple(curve_series(rule.title, place, middles(part.edges), rule.weights) for place, rule in enumerate(members)),
+            f"{words} {LIMIT}",
+            band=PROMPT_BAND,
+            markers=True,
+            by="own",
+        )
+        for name, title, members, words in families
+        if members
+    ]
+    return [*drawn, sums(view, suffix, label)]
+
+
+def sums(view: ProbeView, suffix: str = "", label: str = "") -> Chart:
+    """Signed against unsigned prefix sums of the gap (Fig. 4c), the signed one turned over so that the two can be compared."""
+    part = _part(view)
+    x = middles(part.edges)
+    rebound, opposite = part.cumulative.rebound.mean, part.cumulative.opposite.mean
+    return Chart(
+        f"probe-sums{suffix}",
+        f"Signed and unsigned sums{', ' + label if label else ''}",
+        ALONG,
+        Axis("nats", zero=True),
+        (
+            curve_series("unsigned: sum of |gap|", 1, x, part.cumulative.unsigned),
+            curve_series("signed: minus the sum of gaps", 0, x, part.cumulative.signed, -1.0),
+        ),
+        "Discrepancy of the prefix so far, a mean over rollouts. Where the signed sum stays behind, gaps of opposite signs "
+        "cancel"
+        + (f": {100 * opposite:.1f} % of |gap| has the cancelling sign" if opposite is not None else "")
+        + (f", and within a rollout the signed sum comes back by {rebound:.2g} nats" if rebound is not None else "")
+        + ". The mean hides single rollouts in which it comes back further.",
+        band=PROMPT_BAND,
+        by="own",
+    )
+
+
+def effects(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
+    """Two numbers a rule, as dots."""
+    if not views:
+        return []
+    titles = list(dict.fromkeys(rule.title for view in views for rule in _part(view).rules))
+
+    def dots(name: str, label: str) -> tuple[Series, ...]:
+        def series(label: str, style: int, view: ProbeView) -> Series:
+            by_title = {rule.title: getattr(rule, name) for rule in _part(view).rules}
+            return dot_series(label, style, [by_title.get(title) for title in titles], 100.0)
+
+        return one_each(views, label, series)
+
+    return [
+        Chart(
+            f"probe-first{suffix}",
+            "Update on the first 30 %",
+            Axis("of all |weight \u00d7 advantage|", percent=True, zero=True),
+            Axis(""),
+            dots("first_30", "share"),
+            "How much of the update each rule spends early, if all tokens' gradients were equally long. They are not.",
+            band=PROMPT_BAND,
+            kind="dots",
+            bars=tuple(titles),
+            by=shown_by(views),
+        ),
+        Chart(
+            f"probe-effective{suffix}",
+            "Effective tokens",
+            Axis("of all tokens", percent=True, zero=True),
+            Axis(""),
+            dots("effective", "effective tokens"),
+            "Kish's effective number, (sum of w)\u00b2 / sum of w\u00b2. With few, few tokens carry a noisy "
+            "update. Many are no merit: plain OPD has all.",
+            band=PROMPT_BAND,
+            kind="dots",
+            bars=tuple(titles),
+            by=shown_by(views),
+        ),
+    ]
+
+
+def _part(view: ProbeView) -> Rules:
+    assert view.probe.rules is not None  # those that have one were chosen
+    return view.probe.rules

@@ -1,0 +1,83 @@
+"""From probes to series: curves along the answer, estimates as dots, and numbers in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+from iwopd.report.charts import NEUTRAL, Axis, Series
+from iwopd.report.gathering import ProbeView
+
+if TYPE_CHECKING:
+    from iwopd.analysis.probe.result import Curve, Estimate
+
+PROMPT_BAND = "95 % bootstrap intervals over prompts"
+FILLED = "A filled dot: the interval leaves zero out."
+ALONG = Axis("part of the answer", percent=True, range=(0, 100))
+
+
+def estimate(value: Estimate | None, scale: float = 1.0, digits: int = 0, unit: str = "") -> str:
+    """A number with its interval, in words."""
+    if value is None or value.mean is None:
+        return "?"
+    mean = f"{scale * value.mean:.{digits}f}{unit}"
+    if value.low is None or value.high is None:
+        return mean
+    return f"{mean} ({scale * value.low:.{digits}f} to {scale * value.high:.{digits}f})".replace("-", "\u2212")
+
+
+def middles(edges: Sequence[float], scale: float = 100.0) -> list[float]:
+    """Where to draw the K bins of K + 1 edges: relative positions in percent."""
+    return [scale * (left + right) / 2 for left, right in pairwise(edges)]
+
+
+def times(scale: float, values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else scale * value for value in values]
+
+
+def curve_series(
+    label: str,
+    style: int,
+    x: Sequence[float],
+    curve: Curve,
+    scale: float = 1.0,
+    *,
+    dash: int | None = None,
+    legend: bool = True,
+) -> Series:
+    """A curve with its band; a negative scale turns it upside down."""
+    low, high = times(scale, curve.low), times(scale, curve.high)
+    if scale < 0:
+        low, high = high, low
+    return Series(label, style, list(x), times(scale, curve.mean), low, high, dash, legend)
+
+
+def dot_series(label: str, style: int, values: Sequence[Estimate | None], scale: float = 1.0) -> Series:
+    """A dot with an interval for every row."""
+    columns = [
+        [None if one is None or (value := getattr(one, name)) is None else scale * value for one in values]
+        for name in ("mean", "low", "high")
+    ]
+    mean, low, high = columns
+    return Series(label, style, list(range(len(values))), mean, low, high)
+
+
+def one_each(views: Sequence[ProbeView], label: str, series: Callable[[str, int, ProbeView], Series]) -> tuple[Series, ...]:
+    """One series a probe, named after it; a single probe's is named after what it shows."""
+    if views[0].alone:
+        return (series(label, NEUTRAL, views[0]),)
+    return tuple(series(view.label, view.style, view) for view in views)
+
+
+def shown_by(views: Sequence[ProbeView]) -> Literal["probe", "own"]:
+    """What colours stand for."""
+    return "own" if views[0].alone else "probe"
+
+
+def counted(views: Sequence[ProbeView]) -> str:
+    """On what it was measured."""
+    counts = [f"{view.probe.rollouts.rollouts} rollouts of {view.probe.rollouts.prompts} prompts" for view in views]
+    return (
+        counts[0] if len(set(counts)) == 1 else "; ".join(f"{view.label}: {n}" for view, n in zip(views, counts, strict=True))
+    )

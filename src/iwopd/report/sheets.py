@@ -1,0 +1,275 @@
+"""The paper's figures 1 to 4 as data: which charts stand side by side, and what a place without data would need."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from iwopd.report.charts import Axis, Chart, Series
+from iwopd.report.gathering import Group, ProbeView, ReportData, TaskCurve
+from iwopd.report.panels import handoff, likelihood, weights
+from iwopd.report.panels.summary import against
+from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, middles
+from iwopd.report.reading import Run
+from iwopd.report.series import PROBLEM_BAND, SEED_BAND, accuracy_series, metric_series, position_series
+from iwopd.tiny import STUDENT_SIZES
+
+BEFORE_DASH = 2
+"""Curves of the first steps beside those of the last."""
+WORLD_STUDENT = "medium"
+"""The embedded worlds' student where a run names no size."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A place in a figure: its chart, or what is needed to fill it."""
+
+    title: str
+    chart: Chart | None
+    needs: str
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A figure of the paper."""
+
+    id: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def empty(self) -> bool:
+        return all(cell.chart is None for cell in self.cells)
+
+
+def sheets(data: ReportData) -> tuple[Sheet, ...]:
+    """Figures 1 to 4, from whatever runs and probes there are."""
+    return (
+        Sheet(
+            "fig1",
+            (
+                Cell("Prefix or suffix alone", _prefix_suffix(data), "runs of Prefix-30 or Suffix-30"),
+                Cell("Hand-off", _handoff(data), "a probe with answers, or a hand-off file"),
+            ),
+        ),
+        Sheet(
+            "fig2",
+            (
+                Cell("Learning curves", _learning(data), "evaluated runs of OPD or IW-OPD"),
+                Cell("IW-OPD minus OPD by student", _by_student(data), "runs of OPD and IW-OPD with several students"),
+            ),
+        ),
+        Sheet(
+            "fig3",
+            (
+                Cell("KL during training", _kl_training(data), "runs of OPD or IW-OPD with metrics"),
+                Cell("KL along the answer", _kl_position(data), "runs with metrics, or a probe"),
+                Cell("Prefix log-likelihood", _likelihood(data), "a probe"),
+            ),
+        ),
+        Sheet(
+            "fig4",
+            (
+                Cell("Ideal weights, learning", _ideal_learning(data), "evaluated runs of ideal weights"),
+                Cell("Weights along the answer", _weights(data), "a probe"),
+                Cell("Signed and unsigned sums", _sums(data), "a probe"),
+            ),
+        ),
+    )
+
+
+# --- figure 1 ---------------------------------------------------------------------------------------------------------
+
+
+def _prefix_suffix(data: ReportData) -> Chart | None:
+    partial = _curves(data, lambda run: _rule(run) in ("prefix-only", "suffix-only"))
+    return _accuracy("fig1a", [*partial, *_curves(data, _is_opd)] if partial else [])
+
+
+def _handoff(data: ReportData) -> Chart | None:
+    measured = [view for view in _shown(data) if view.probe.handoff is not None]
+    charts = handoff.charts(measured, None if measured else data.handoff)
+    return charts[0] if charts else None
+
+
+# --- figure 2 ---------------------------------------------------------------------------------------------------------
+
+
+def _learning(data: ReportData) -> Chart | None:
+    """The two methods; where there are several students, the first one's."""
+    curves = _curves(data, lambda run: _is_opd(run) or _is_iw(run))
+    students = list(dict.fromkeys(_student(curve.group) for curve in curves))
+    chart = _accuracy("fig2a", [curve for curve in curves if _student(curve.group) == students[0]])
+    if chart is None or len(students) == 1:
+        return chart
+    return replace(chart, x=Axis(f"step ({students[0]})"))
+
+
+def _by_student(data: ReportData) -> Chart | None:
+    """The difference between the two methods, paired by problem; a row a student, a series a task."""
+    pairs: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for task, curves in data.tasks.items():
+        for student in dict.fromkeys(_student(curve.group) for curve in curves):
+            mine = [curve for curve in curves if _student(curve.group) == student]
+            opd = next((curve for curve in mine if _is_opd(curve.group.runs[0])), None)
+            iw = next((curve for curve in mine if _is_iw(curve.group.runs[0])), None)
+            found = against(task, iw, opd, data) if opd is not None and iw is not None else None
+            if found is not None:
+                interval = found.differences[0].interval
+                pairs.setdefault(student, {})[task] = (100 * interval.mean, 100 * interval.low, 100 * interval.high)
+    if len(pairs) < 2:
+        return None
+    rows = sorted(pairs, key=_size)
+    tasks = [task for task in data.tasks if any(task in pairs[row] for row in rows)]
+    series = []
+    for style, task in enumerate(tasks):
+        values = [pairs[row].get(task) for row in rows]
+        columns = [[None if value is None else value[place] for value in values] for place in range(3)]
+        series.append(Series(task, style, list(range(len(rows))), columns[0], columns[1], columns[2]))
+    return Chart(
+        "fig2b",
+        "IW-OPD minus OPD",
+        Axis("difference in points"),
+        Axis(""),
+        tuple(series),
+        "Difference of accuracies at the last step that both methods reached, paired by problem.",
+        band="95 % intervals",
+        kind="dots",
+        bars=tuple(rows),
+        by="own",
+    )
+
+
+# --- figure 3 ---------------------------------------------------------------------------------------------------------
+
+
+def _kl_training(data: ReportData) -> Chart | None:
+    series = tuple(one for group in _two(data) if (one := metric_series(group, "kl/sampled")) is not None)
+    band = SEED_BAND if any(one.low is not None for one in series) else ""
+    axis = Axis("lp\u2080 \u2212 lp_T, nats per token", zero=True)
+    return Chart("fig3a", "KL during training", Axis("step"), axis, series, "", band=band, by="own") if series else None
+
+
+def _kl_position(data: ReportData) -> Chart | None:
+    """At the start and at the end of the runs; without runs, the probes' before training."""
+    series: list[Series] = []
+    for group in _two(data):
+        for part, words, dash in (("last", "last steps", None), ("first", "first steps", BEFORE_DASH)):
+            if (found := position_series(group, "position/kl", part)) is not None:
+                series.append(replace(found[0], label=f"{group.label}, {words}", dash=dash))
+    band = ""
+    if not series:
+        band = PROMPT_BAND
+        for view in _shown(data):
+            if (part_of := view.probe.positions) is not None:
+                label = "before training" if view.alone else view.label
+                series.append(curve_series(label, view.style, middles(part_of.edges), part_of.kl))
+    if not series:
+        return None
+    axis = Axis("KL, nats per token", zero=True)
+    return Chart("fig3b", "KL along the answer", ALONG, axis, tuple(series), "", band=band, markers=True, by="own")
+
+
+def _likelihood(data: ReportData) -> Chart | None:
+    view = next((view for view in _shown(data) if view.probe.likelihood is not None), None)
+    charts = [] if view is None else likelihood.charts([replace(view, alone=True)])
+    return charts[0] if charts else None
+
+
+# --- figure 4 ---------------------------------------------------------------------------------------------------------
+
+
+def _ideal_learning(data: ReportData) -> Chart | None:
+    curves = _curves(data, lambda run: _rule(run) == "ideal" and run.setting("method.params.gamma", float) is None)
+    chart = _accuracy("fig4a", curves)
+    if chart is None:
+        return None
+    alphas = [_alpha(curve.group.runs[0]) for curve in curves]
+    if len(set(alphas)) < len(alphas):
+        return chart
+    return replace(chart, series=tuple(replace(one, label=label) for one, label in zip(chart.series, alphas, strict=True)))
+
+
+def _weights(data: ReportData) -> Chart | None:
+    """The ideal weight at its alphas, with the surrogate that stands for it."""
+    view = next((view for view in _shown(data) if view.probe.rules is not None), None)
+    if view is None or view.probe.rules is None:
+        return None
+    chosen = [rule for rule in view.probe.rules.rules if rule.key.startswith("ideal-") and rule.key != "ideal-blend"]
+    chosen += [rule for rule in view.probe.rules.rules if rule.key == "surrogate-only"]
+    x = middles(view.probe.rules.edges)
+    series = tuple(
+        curve_series(rule.title.removeprefix("Ideal weight, "), place, x, rule.weights) for place, rule in enumerate(chosen)
+    )
+    axis = Axis("mean weight", zero=True)
+    return Chart("fig4b", "Weights", ALONG, axis, series, "", band=PROMPT_BAND, markers=True, by="own") if series else None
+
+
+def _sums(data: ReportData) -> Chart | None:
+    view = next((view for view in _shown(data) if view.probe.rules is not None), None)
+    return None if view is None else weights.sums(view)
+
+
+# --- what to choose from ------------------------------------------------------------------------------------------------
+
+
+def _shown(data: ReportData) -> tuple[ProbeView, ...]:
+    """Print has no room for more than the page compares: the first one then stands for all."""
+    return data.compared or data.probes[:1]
+
+
+def _curves(data: ReportData, belongs: Callable[[Run], bool]) -> list[TaskCurve]:
+    """Of the first task on which such a run was evaluated."""
+    for curves in data.tasks.values():
+        if found := [curve for curve in curves if belongs(curve.group.runs[0])]:
+            return found
+    return []
+
+
+def _accuracy(name: str, curves: Sequence[TaskCurve]) -> Chart | None:
+    if not curves:
+        return None
+    series = tuple(accuracy_series(curve) for curve in curves)
+    axis = Axis("right answers", percent=True)
+    return Chart(name, "Accuracy", Axis("step"), axis, series, "", band=PROBLEM_BAND, markers=True, by="own")
+
+
+def _two(data: ReportData) -> list[Group]:
+    """OPD and IW-OPD; if neither is there, all."""
+    return [group for group in data.groups if _is_opd(group.runs[0]) or _is_iw(group.runs[0])] or list(data.groups)
+
+
+def _rule(run: Run) -> str:
+    rule: str = run.setting("method.weights", str, "uniform" if run.setting("method", dict) is not None else "")
+    return rule
+
+
+def _is_opd(run: Run) -> bool:
+    return _rule(run) == "uniform" and run.setting("method.advantage", str, "opd") == "opd"
+
+
+def _is_iw(run: Run) -> bool:
+    blend = run.setting("method.params.blend", bool, True)
+    return _rule(run) == "cumulative-share" and blend and run.setting("method.advantage", str, "opd") == "opd"
+
+
+def _alpha(run: Run) -> str:
+    value = run.setting("method.params.alpha", float)
+    return f"alpha {value:g}" if value is not None else "alpha 0.01"
+
+
+def _student(group: Group) -> str:
+    run = group.runs[0]
+    named: str | None = run.setting("models.student", str)
+    if named:
+        return named.rstrip("/").rpartition("/")[2] or named
+    size: str = run.setting("models.student_size", str, WORLD_STUDENT)
+    return size
+
+
+def _size(student: str) -> tuple[float, str]:
+    """Smallest first: by the embedded world's sizes, or by the number of parameters in the name."""
+    if student in STUDENT_SIZES:
+        return list(STUDENT_SIZES).index(student), ""
+    found = re.search(r"(\d+(?:\.\d+)?)\s*([mMbB])(?![a-zA-Z])", student)
+    return (float(found[1]) * (1e9 if found[2] in "bB" else 1e6) if found else float("inf")), student
