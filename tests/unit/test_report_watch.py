@@ -54,7 +54,9 @@ def test_watch_follows_a_run_to_its_end(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_a_page_that_stays_as_it_is(tmp_path: Path) -> None:
     run, out = make_run(tmp_path / "run", steps=10, planned=20), tmp_path / "report.html"
     program = (
-        "import sys; from pathlib import Path; from iwopd.report.watch import watch\n"
+        "import signal, sys; from pathlib import Path; from iwopd.report.watch import watch\n"
+        # A shell that starts the tests in the background has its children ignore Ctrl-C.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"try: watch([Path({str(run)!r})], Path({str(out)!r}), every=0.2)\n"
         "except KeyboardInterrupt: sys.exit(130)"
     )
