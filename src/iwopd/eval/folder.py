@@ -17,7 +17,7 @@ import iwopd
 from iwopd.errors import UserError
 from iwopd.eval.runner import Evaluation
 from iwopd.eval.task import Task
-from iwopd.train.filesystem import write_atomic
+from iwopd.filesystem import write_atomic
 from iwopd.types import Prompt
 
 FORMAT = 1

@@ -21,6 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import iwopd
+from iwopd.filesystem import write_atomic
 from iwopd.report.charts import DARK, DASHES, LIGHT, MARKERS
 from iwopd.report.gathering import ReportData, folder_handoff, gather
 from iwopd.report.panel import Panel
@@ -28,7 +29,6 @@ from iwopd.report.panels import build_panels
 from iwopd.report.probes import estimate
 from iwopd.report.reading import Notes, ReportError, read_all, read_handoff, split_paths
 from iwopd.report.text import printable
-from iwopd.train.filesystem import write_atomic
 
 MAX_TOKENS = 1_200_000
 """Response tokens in the token view: some 15 MB, so that a page stays below 20."""

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.optim import Optimizer
 
+from iwopd.filesystem import alive, first_free, locked, make_directory, read_json, remove, sync, write_atomic
 from iwopd.train.checkpoint_files import Checkpoint, damage, read_checkpoint, write_checkpoint
 from iwopd.train.checkpoint_state import CheckpointError, tensor_bytes
-from iwopd.train.filesystem import alive, first_free, locked, make_directory, read_json, remove, sync, write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from iwopd.filesystem import read_json, sha256, sync
 from iwopd.train.checkpoint_state import (
     CheckpointError,
     load_optimizer,
@@ -28,7 +29,6 @@ from iwopd.train.checkpoint_state import (
     write_optimizer,
     write_rng,
 )
-from iwopd.train.filesystem import read_json, sha256, sync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

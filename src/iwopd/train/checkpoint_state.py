@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from iwopd.errors import UserError
-from iwopd.train.filesystem import read_json
+from iwopd.filesystem import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -23,7 +23,7 @@ import iwopd
 from iwopd import algo
 from iwopd.config import Config, config_toml, differences, load_config
 from iwopd.errors import UserError
-from iwopd.train.filesystem import write_atomic
+from iwopd.filesystem import write_atomic
 
 FORMAT = 1
 LOGS = ("metrics.jsonl", "evals.jsonl", "rollouts.jsonl")
