@@ -60,3 +60,10 @@ class Ranks:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value)
         return values
+
+    def leave(self, *, together: bool) -> None:
+        """Give the process group up: gloo's threads may abort a process that ends with it. `together`: wait for the others."""
+        if dist.is_available() and dist.is_initialized():
+            if together:
+                dist.barrier()
+            dist.destroy_process_group()

@@ -49,13 +49,16 @@ def run_training(
             tracker.say(message)
         if resume:
             tracker.say(f"resuming {folder} after step {done.step}")
-        return train(config, parts, run, store, tracker, done)
+        done = train(config, parts, run, store, tracker, done)
+        parts.ranks.leave(together=True)  # the main one may still have been saving
+        return done
     except (algo.NonFiniteError, FloatingPointError) as error:
         raise TrainingStoppedError(
             f"{error}: a model's log-probs are not numbers, so nothing can be learnt from them", 1
         ) from error
     finally:
         tracker.close()
+        parts.ranks.leave(together=False)
 
 
 def _bring_back(checkpoint: Checkpoint, parts: Parts) -> Progress:
