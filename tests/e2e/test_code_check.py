@@ -24,8 +24,8 @@ from iwopd.eval.code import CodeJob, SandboxError, check_code, check_code_many
 from iwopd.eval.evalplus import CodeProblem, check_solution, check_solutions, expected_outputs, load_problems
 from iwopd.eval.sandbox import bubblewrap, landlock, probe
 from iwopd.eval.sandbox.backends import Backend
+from shared_data import shared
 
-DATA = Path(os.environ.get("IWOPD_DATA", Path(__file__).parent.parent.parent.parent / "shared" / "data"))
 ADD = "def add(a, b):\n    return a + b\n"
 
 
@@ -301,9 +301,7 @@ def test_a_canonical_solution_that_fails_is_named(tmp_path: Path) -> None:
 
 
 def _problems(name: str) -> list[CodeProblem]:
-    if not (DATA / name).exists():
-        pytest.skip(f"no {name} in {DATA}; set IWOPD_DATA to the folder that holds it")
-    return load_problems(DATA / name)
+    return load_problems(shared(name))
 
 
 # Half of all CPU time is theirs (Mbpp/255 returns 130 million values, Mbpp/599 adds numbers one by one). The bench has them.

@@ -12,8 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from iwopd.analysis.compare import AVERAGE, Comparison, compare, sentence, verdict
+from iwopd.analysis.compare import AVERAGE, Comparison, compare
 from iwopd.analysis.tables import as_json, columns, escape_latex, escape_markdown, latex, markdown, print_comparison
+from iwopd.analysis.wording import sentence, verdict
 from iwopd.commands.compare import named_results
 from iwopd.config import config_toml, make_config
 from iwopd.eval.results import RUN_FORMAT, ModelResults, ResultsError, evaluated_steps, load, method_title

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Probe, Rollouts
-from iwopd.analysis.reproduce.command import reproduce
 from iwopd.analysis.reproduce.items import ITEMS
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import markdown
@@ -154,7 +153,6 @@ def test_a_second_call_only_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_bad_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert callable(reproduce)
     with pytest.raises(SystemExit) as ended:
         main(["reproduce", *words])
     assert ended.value.code == UserError.exit_code

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 import iwopd
-from iwopd.analysis.compare import AVERAGE, Comparison, Difference, percent, points, sentence, show_p, title, verdict
+from iwopd.analysis.compare import AVERAGE, Comparison, Difference
+from iwopd.analysis.wording import percent, points, sentence, show_p, title, verdict
 from iwopd.eval.statistics import Interval
 
 PAPER = {

@@ -9,7 +9,6 @@ rebuilt. A lock beside the folder makes a second process wait for the first one'
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from iwopd.filesystem import sha256
 from iwopd.tiny.models import RECIPE_VERSION, ModelRecipe
 from iwopd.tiny.pretrain import Progress
 
@@ -75,7 +75,7 @@ def damage(folder: Path) -> str | None:
         if lost := [name for name in _REQUIRED if name not in files]:
             return f"{ENTRY} does not list {lost[0]}"
         for name, digest in files.items():
-            if _sha256(folder / name) != digest:
+            if sha256(folder / name) != digest:
                 return f"{name} has changed"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -184,7 +184,7 @@ def _stop(worker: subprocess.Popen[str]) -> None:
 
 
 def _seal(draft: Path, recipe: ModelRecipe) -> None:
-    files = {path.name: _sha256(path) for path in sorted(draft.iterdir())}
+    files = {path.name: sha256(path) for path in sorted(draft.iterdir())}
     entry = {"version": RECIPE_VERSION, "recipe": recipe.to_dict(), "files": files}
     (draft / ENTRY).write_text(json.dumps(entry, indent=1), encoding="utf-8")
 
@@ -198,7 +198,3 @@ def _move(draft: Path, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         draft.rename(folder)
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

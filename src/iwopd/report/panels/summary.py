@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from iwopd.analysis.compare import Comparison, Difference, compare, points, sentence
+from iwopd.analysis.compare import Comparison, Difference, compare
+from iwopd.analysis.wording import points, sentence
 from iwopd.eval.results import ModelResults, ResultsError, TaskResults
 from iwopd.eval.statistics import holm
 from iwopd.report.gathering import ReportData, TaskCurve
