@@ -32,6 +32,8 @@ PREFILL_TOKENS = 2**14
 """Prompt tokens, padding included, that are read at a time."""
 REFILL_SHARE = 1 / 8
 """Waiting prompts come in when this share of the batch is free: reading them one by one would cost a pass each."""
+NOISE_AHEAD = 32
+"""Positions whose noise is made at a time: the number of operations is what it costs, not their size."""
 
 
 class LocalSampler:
@@ -216,6 +218,11 @@ class _Run:
         """The token drawn last."""
         self.lengths = self.rows
         """Tokens drawn so far."""
+        self.left = self.rows
+        """Tokens that may still be drawn."""
+        self.noise = torch.empty(0, 0)
+        """[n, NOISE_AHEAD] for the coming positions, of which `used` are past; greedy needs none."""
+        self.used = NOISE_AHEAD
 
     def finish(self) -> tuple[list[Tensor], list[Tensor]]:
         """Ids and log-probs of every row of the plan, on the CPU."""
@@ -223,8 +230,10 @@ class _Run:
             if self.plan.queue and self._has_room():
                 self._admit(self.plan.take(self.capacity - len(self.rows)))
             else:
-                self.ids = self._draw(self.decoder.step(self.ids), self.rows, self.lengths)
+                logits = self.decoder.step(self.ids)
+                self.ids = self._draw(logits, self._next_noise(), self.rows, self.lengths)
                 self.lengths = self.lengths + 1
+                self.left = self.left - 1
             self._retire()
         rows, ids, logprobs = (torch.cat(values).cpu() for values in zip(*self.history, strict=True))
         order = rows.argsort(stable=True)  # within a row: as they were drawn
@@ -249,18 +258,32 @@ class _Run:
         mask = torch.arange(longest, device=self.device) >= longest - lengths[:, None]
         source = torch.tensor([place[row // self.plan.samples] for row in taken], device=self.device)
         rows = torch.tensor(taken, device=self.device)
-        ids = self._draw(self.decoder.admit(padded, mask, source), rows, torch.zeros_like(rows))
+        first = torch.zeros_like(rows)
+        noise = None if self.settings.greedy else uniforms(self.keys[rows], first)
+        ids = self._draw(self.decoder.admit(padded, mask, source), noise, rows, first)
         self.ids = torch.cat((self.ids, ids))
         self.rows = torch.cat((self.rows, rows))
-        self.lengths = torch.cat((self.lengths, torch.ones_like(rows)))
+        self.lengths = torch.cat((self.lengths, first + 1))
+        self.left = torch.cat((self.left, self.limits[rows] - 1))
+        self.used = NOISE_AHEAD
 
-    def _draw(self, logits: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+    def _next_noise(self) -> Tensor | None:
+        """[n] for the token that every row draws next."""
+        if self.settings.greedy:
+            return None
+        if self.used == NOISE_AHEAD:
+            ahead = self.lengths[:, None] + torch.arange(NOISE_AHEAD, device=self.device)
+            keys = self.keys[self.rows].repeat_interleave(NOISE_AHEAD, 0)
+            self.noise, self.used = uniforms(keys, ahead.flatten()).view_as(ahead), 0
+        self.used += 1
+        return self.noise[:, self.used - 1]
+
+    def _draw(self, logits: Tensor, noise: Tensor | None, rows: Tensor, lengths: Tensor) -> Tensor:
         """Draw and record a token for each of `rows`, which have `lengths` so far."""
         if not len(self.stops):
             self.stops = torch.zeros(logits.shape[1], dtype=torch.bool, device=self.device)
             known = [stop for stop in self.settings.stop_ids if stop < logits.shape[1]]
             self.stops[torch.tensor(known, dtype=torch.long, device=self.device)] = True
-        noise = None if self.settings.greedy else uniforms(self.keys[rows], lengths)
         chosen = choose(logits.to(self.device), noise, self.settings)
         if not math.isfinite(float(chosen.logprobs.sum())):
             bad = ~torch.isfinite(chosen.logprobs)
@@ -273,7 +296,7 @@ class _Run:
 
     def _retire(self) -> None:
         """Take finished rows out: the last rows move to their places, so that the others stay where they are."""
-        goes_on = ~(self.stops[self.ids] | (self.lengths >= self.limits[self.rows]))
+        goes_on = ~(self.stops[self.ids] | (self.left == 0))
         count = int(goes_on.sum())
         if count == len(goes_on):
             return
@@ -284,6 +307,9 @@ class _Run:
         else:
             self.decoder.clear()
         self.ids, self.rows, self.lengths = self.ids[order], self.rows[order], self.lengths[order]
+        self.left = self.left[order]
+        if self.used < NOISE_AHEAD:
+            self.noise = self.noise[order]
 
 
 @contextmanager
