@@ -15,8 +15,8 @@ from iwopd.eval.runner import evaluate
 from iwopd.eval.task import Task
 from iwopd.models import load_model, load_tokenizer, stop_ids, weights_fingerprint
 from iwopd.rollout.local import LocalSampler
+from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
-from iwopd.types import Prompt, Rollout
 
 CHUNK_ROLLOUTS = 256
 """Rollouts that are sampled and checked before they are written: what a crash can lose."""
@@ -24,12 +24,6 @@ CHUNK_ROLLOUTS = 256
 
 class RequestError(UserError, ValueError):
     """Options that make no sense together."""
-
-
-class Sampler(Protocol):
-    """What an engine must offer (`rollout.local.LocalSampler` is one)."""
-
-    def sample(self, prompts: Sequence[Prompt], *, seed: int, step: int, samples: int = 1) -> list[Rollout]: ...
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from iwopd.rollout.lean import lean_obstacle
 from iwopd.rollout.local import LocalSampler
+from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 
-__all__ = ["LocalSampler", "SamplingSettings", "lean_obstacle"]
+__all__ = ["LocalSampler", "Sampler", "SamplingSettings", "lean_obstacle"]

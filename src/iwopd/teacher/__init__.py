@@ -1,5 +1,6 @@
-"""Scorers: who tells how likely each token of a rollout is."""
+"""Scorers: from `Rollout` to log-probs."""
 
 from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.scorer import Scorer
 
-__all__ = ["LocalScorer"]
+__all__ = ["LocalScorer", "Scorer"]

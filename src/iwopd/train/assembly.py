@@ -19,8 +19,10 @@ from iwopd.eval.task import Task, one_by_one
 from iwopd.lm import ResponseModel
 from iwopd.models import check_same_tokenizer, check_vocabulary, load_model, load_tokenizer, stop_ids
 from iwopd.rollout.local import LocalSampler
+from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.scorer import Scorer
 from iwopd.train.learner import Learner
 from iwopd.train.ranks import Ranks
 from iwopd.types import Prompt, Rollout
@@ -35,12 +37,12 @@ class Parts:
     tokenizer: Any
     student: Any
     order: PromptOrder
-    sampler: LocalSampler
-    eval_samplers: dict[str, LocalSampler]
+    sampler: Sampler
+    eval_samplers: dict[str, Sampler]
     """By task."""
     student_scorer: LocalScorer
-    teacher_scorer: LocalScorer
-    reference_scorer: LocalScorer | None
+    teacher_scorer: Scorer
+    reference_scorer: Scorer | None
     learner: Learner
     tasks: list[Task]
     ranks: Ranks

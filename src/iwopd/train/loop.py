@@ -18,6 +18,7 @@ from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.config import Config
 from iwopd.errors import UserError
 from iwopd.lm import Sequences
+from iwopd.teacher.local import LocalScorer
 from iwopd.train.assembly import Parts
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.evaluation import evaluate_tasks, keep_best
@@ -157,9 +158,10 @@ def _check_heads(config: Config, parts: Parts, tracker: Tracker, step: int) -> N
     rollouts = parts.sampler.sample(parts.order.batch(step)[:2], seed=config.seed, step=step)
     prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in rollouts]
     sequences = Sequences.build(prompts, [rollout.response_ids for rollout in rollouts]).to(parts.device)
-    users = {"student": [parts.learner.lm, parts.student_scorer.lm], "teacher": [parts.teacher_scorer.lm]}
-    if parts.reference_scorer is not None:
-        users["reference"] = [parts.reference_scorer.lm]
+    users = {"student": [parts.learner.lm, parts.student_scorer.lm]}
+    for name, scorer in (("teacher", parts.teacher_scorer), ("reference", parts.reference_scorer)):
+        if isinstance(scorer, LocalScorer):
+            users[name] = [scorer.lm]
     for name, models in users.items():
         difference = max(lm.check_head(sequences) for lm in models)
         if not models[0].fused:

@@ -13,6 +13,7 @@ from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.config import Config
 from iwopd.eval.runner import Evaluation
 from iwopd.lm import Sequences
+from iwopd.teacher.local import LocalScorer
 from iwopd.train.learner import Update
 from iwopd.types import Rollout, TokenBatch
 
@@ -106,8 +107,13 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
 
 @torch.no_grad()
 def _full_kl(parts: Parts, rollouts: Sequence[Rollout]) -> list[Tensor] | None:
-    """KL(student || teacher) [T] over the whole vocabulary at every token; None if a model's head is not the plain one."""
-    student, teacher = parts.student_scorer.lm, parts.teacher_scorer.lm
+    """KL(student || teacher) [T] over the whole vocabulary at every token; None if a model's head is not the plain one, or not
+    in this process.
+    """
+    scorer = parts.teacher_scorer
+    if not isinstance(scorer, LocalScorer):
+        return None
+    student, teacher = parts.student_scorer.lm, scorer.lm
     if not (student.fused and teacher.fused):
         return None
     (weight, bias), (teacher_weight, teacher_bias) = student.head, teacher.head
@@ -120,7 +126,7 @@ def _full_kl(parts: Parts, rollouts: Sequence[Rollout]) -> list[Tensor] | None:
             sequences = Sequences.build([torch.tensor(rollout.prompt.token_ids)], [rollout.response_ids])
             with parts.student_scorer.autocast():
                 hidden = student.hidden(sequences.to(student.device))
-            with parts.teacher_scorer.autocast():
+            with scorer.autocast():
                 teacher_hidden = teacher.hidden(sequences.to(teacher.device))
             kl = algo.token_kl(
                 hidden,

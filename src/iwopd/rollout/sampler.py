@@ -1,0 +1,15 @@
+"""What the loop asks of a student that talks, whatever engine it talks through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from iwopd.types import Prompt, Rollout
+
+
+class Sampler(Protocol):
+    """`rollout.local.LocalSampler` is one."""
+
+    def sample(self, prompts: Sequence[Prompt], *, seed: int, step: int, samples: int = 1) -> list[Rollout]:
+        """`samples` rollouts of each prompt with the student's weights of this moment, in the order of the prompts."""
