@@ -23,6 +23,8 @@ RULES: list[tuple[str, dict[str, Any]]] = [
     ("curriculum", {"schedule": "linear", "start": 0.1, "end": 0.9}),
     ("prefix-only", {}),
     ("suffix-only", {"ratio": 0.4}),
+    ("survival", {}),
+    ("survival", {"tau": 3.0, "floor": 0.2, "count": "all"}),
 ]
 """Every built-in rule, some with several settings."""
 

@@ -1,4 +1,4 @@
-"""The paper's methods by name: what `recipes/`, the demo and `iwopd methods` call them."""
+"""The methods by name: what `recipes/`, the demo and `iwopd methods` call them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix-30": {"weights": "suffix-only", "params": {"ratio": 0.3}},
     "exopd": {"advantage": "exopd", "scale": 1.25},
     "iw-exopd": {"advantage": "exopd", "scale": 1.25, "weights": "cumulative-share", "params": {"gamma": 0.5}},
+    "survival": {"weights": "survival", "params": {"tau": 1.0}},
 }
-"""The `[method]` section of each."""
+"""The `[method]` section of each: the paper's, and `survival`, which is ours."""
 
 TITLES = {
     "opd": "OPD",
@@ -35,4 +36,5 @@ TITLES = {
     "suffix-30": "Suffix-30",
     "exopd": "ExOPD",
     "iw-exopd": "IW-ExOPD",
+    "survival": "Survival (ours)",
 }

@@ -10,6 +10,7 @@ import torch
 from iwopd.algo import WEIGHT_RULES
 from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import half_spent, measure_drift, measure_likelihood, measure_overlap, measure_positions
+from iwopd.analysis.probe.result import ProbeError
 from iwopd.analysis.probe.rules import ALPHAS, measure_rules, probe_rules
 from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
 from iwopd.lm import ResponseModel
@@ -169,3 +170,25 @@ def test_rules_by_hand() -> None:
     assert sums.unsigned.mean == pytest.approx([3 / 3, (4 + 4 + 0.5) / 3])
     assert sums.rebound.mean == 0.0
     assert sums.opposite.mean == pytest.approx(0.1)
+
+
+def test_a_rule_from_the_command_line() -> None:
+    rules = probe_rules(more=["survival:tau=2, floor=0.1", "linear-decay", "survival:tau=2, floor=0.1"])
+    assert [(rule.key, rule.weights, rule.params) for rule in rules][-2:] == [
+        ("survival", "survival", {}),
+        ("survival:tau=2, floor=0.1", "survival", {"tau": 2, "floor": 0.1}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("survivel", "did you mean 'survival'"),
+        ("survival:tau", "name=value"),
+        ("survival:tau=-1", "tau must be positive"),
+        ("survival:speed=1", "no parameter 'speed'"),
+    ],
+)
+def test_a_wrong_rule_is_refused_before_anything_is_loaded(text: str, words: str) -> None:
+    with pytest.raises(ProbeError, match=words):
+        probe_rules(more=[text])

@@ -16,7 +16,7 @@ PLUGIN = '''
 import torch
 from iwopd.algo import WeightRule
 
-def survival(gap, mask, *, tau=2.0):
+def half_life(gap, mask, *, tau=2.0):
     """exp(-S[t] / tau)"""
     before = gap.abs().cumsum(-1) - gap.abs()
     return torch.exp(-before / tau)
@@ -39,14 +39,14 @@ number = 3
 '''
 
 ENTRY_POINTS = """[iwopd.weights]
-survival = my_rules:survival
+half-life = my_rules:half_life
 tardy = my_rules:late
 plain = my_rules:plain
 needy = my_rules:needy
 wrong-shape = my_rules:wrong_shape
 number = my_rules:number
 broken = no_such_module:rule
-uniform = my_rules:survival
+uniform = my_rules:half_life
 """
 
 SCRIPT = """
@@ -82,14 +82,14 @@ def run(plugin: Path, statement: str) -> str:
 
 
 def test_a_function_becomes_a_rule(plugin: Path) -> None:
-    out = run(plugin, "print(algo.token_weights('survival', gap, mask, tau=1.0).log().tolist())")
+    out = run(plugin, "print(algo.token_weights('half-life', gap, mask, tau=1.0).log().tolist())")
     assert "[[0.0, -1.0, -2.0, -inf]]" in out
     assert "imported" in out
 
 
 def test_parameters_and_formula_come_from_the_function(plugin: Path) -> None:
-    out = run(plugin, "rule = algo.WEIGHT_RULES['survival']; print(rule.params, rule.formula, rule.source)")
-    assert "{'tau': 2.0} exp(-S[t] / tau) my_rules:survival" in out
+    out = run(plugin, "rule = algo.WEIGHT_RULES['half-life']; print(rule.params, rule.formula, rule.source)")
+    assert "{'tau': 2.0} exp(-S[t] / tau) my_rules:half_life" in out
 
 
 def test_a_rule_object_brings_its_supervised_tokens(plugin: Path) -> None:
@@ -106,12 +106,12 @@ def test_any_parameter_with_a_default_counts(plugin: Path) -> None:
 def test_the_table_of_methods_survives_a_broken_plugin(plugin: Path) -> None:
     out = run(plugin, "from iwopd.methods_table import print_methods; print_methods()")
     assert "broken: weight rule 'broken' could not be loaded" in out
-    assert "survival" in out
+    assert "half-life" in out
 
 
 def test_names_are_listed_without_importing_anything(plugin: Path) -> None:
     out = run(plugin, "print(sorted(set(algo.WEIGHT_RULES)), 'broken' in algo.WEIGHT_RULES)")
-    assert "'survival'" in out
+    assert "'half-life'" in out
     assert "not imported" in out
 
 
@@ -124,7 +124,7 @@ def test_a_broken_plugin_harms_only_its_users(plugin: Path) -> None:
 def test_built_in_names_cannot_be_taken_over(plugin: Path) -> None:
     out = run(plugin, "print(algo.token_weights('uniform', gap, mask).tolist(), len(algo.WEIGHT_RULES))")
     assert "[[1.0, 1.0, 1.0, 0.0]]" in out
-    assert "weight rule 'uniform' of my_rules:survival is ignored: the name is taken" in out
+    assert "weight rule 'uniform' of my_rules:half_life is ignored: the name is taken" in out
 
 
 def test_what_a_plugin_returns_is_checked(plugin: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_a_plugin_returns_is_checked(plugin: Path) -> None:
 
 def test_built_in_rules_say_what_they_are() -> None:
     names = ["uniform", "cumulative-share", "signed", "ideal", "fixed-prefix", "linear-decay"]
-    names += ["curriculum", "prefix-only", "suffix-only"]
+    names += ["curriculum", "prefix-only", "suffix-only", "survival"]
     assert list(algo.WEIGHT_RULES)[: len(names)] == names
     for name in names:
         rule = algo.WEIGHT_RULES[name]

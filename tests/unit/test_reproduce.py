@@ -105,7 +105,7 @@ def test_every_item_has_a_section(runs: Runs) -> None:
     for item in ITEMS.values():
         for place, variant in enumerate(item.variants):
             write_run(runs, variant, 0.3 + 0.02 * place)
-    assert list(ITEMS) == [f"p{number}" for number in range(1, 11)]
+    assert list(ITEMS) == [*(f"p{number}" for number in range(1, 11)), "own"]
     for item in ITEMS.values():
         section = item.section(runs, {0: probe(0.6), 1: probe(0.5)})
         text = markdown(section)

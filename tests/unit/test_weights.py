@@ -94,6 +94,38 @@ def test_nothing_depends_on_padding_order_or_company(
     assert not more[:, mask.shape[1] :].any()
 
 
+@given(batches(), st.floats(0.1, 50), st.floats(0, 1), st.sampled_from(["negative", "all"]))
+def test_survival_starts_at_one_and_never_rises(batch: tuple[Tensor, Tensor], tau: float, floor: float, count: str) -> None:
+    gap, mask = batch
+    weights = algo.token_weights("survival", gap, mask, tau=tau, floor=floor, count=count)
+    for row in range(len(mask)):
+        length = int(mask[row].sum())
+        inside = weights[row, :length]
+        assert (inside[:1] == 1).all()
+        assert (inside.diff() <= 0).all()
+        assert (inside >= torch.tensor(floor, dtype=torch.float32)).all()
+        if count == "negative":  # what the teacher likes better than the student does is no drift
+            rising = algo.token_weights("survival", gap[row : row + 1].abs(), mask[row : row + 1], tau=tau, floor=floor)
+            assert (rising[0, :length] == 1).all()
+
+
+def test_survival_by_hand() -> None:
+    gap, mask = torch.tensor([[-2.0, 3.0, -1.0, 0.5, 9.0]], dtype=torch.float64), length_mask([4], width=5)
+    lost = {"negative": [0.0, 2.0, 2.0, 3.0], "all": [0.0, 2.0, 5.0, 6.0]}
+    for count, nats in lost.items():
+        expected = [[*(0.25 + 0.75 * math.exp(-x / 2) for x in nats), 0.0]]
+        weights = algo.token_weights("survival", gap, mask, tau=2.0, floor=0.25, count=count)
+        torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("params", "words"), [({"tau": 0}, "tau must be positive"), ({"floor": 1.5}, "floor must"), ({"count": "some"}, "count")]
+)
+def test_survival_refuses(params: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        algo.token_weights("survival", torch.zeros(1, 2), length_mask([2]), **params)
+
+
 def test_ideal_depends_on_company_and_says_so() -> None:
     gap = torch.tensor([[-1.0, -1.0], [-3.0, 2.0]])
     mask = length_mask([2, 2])

@@ -4,7 +4,7 @@ A package adds a rule with an entry point in the group `iwopd.weights` whose val
 `(gap, mask, ...) -> weights` whose further parameters have defaults:
 
     [project.entry-points."iwopd.weights"]
-    survival = "my_package.rules:survival"
+    half-life = "my_package.rules:half_life"
 
 Names are known at once; the code behind an entry point is imported when its rule is first asked for, so a broken
 plug-in harms only those who use it, and they are told.

@@ -210,6 +210,30 @@ def suffix_only(gap: Tensor, mask: Tensor, *, ratio: float = 0.3) -> Tensor:
     return _suffix_region(mask, ratio=ratio).to(gap.dtype)
 
 
+@register(
+    "survival",
+    formula="floor + (1 - floor) * exp(-D[t] / tau),  D[t] = sum_{k<t} d[k],  d = max(-a, 0);  count='all': d = |a|",
+    source="ours: docs/results.md",
+)
+def survival(
+    gap: Tensor, mask: Tensor, *, tau: float = 1.0, floor: float = 0.0, count: Literal["negative", "all"] = "negative"
+) -> Tensor:
+    """How far the prefix has already left the teacher, in nats, whatever is still to come.
+
+    IW-OPD's share is relative to the rollout's own total: it halves after half of the disagreement, be it 1 nat or 100.
+    Here `tau` nats cost a factor e, and a rollout that never drifts keeps all its weight. Only tokens that the teacher likes
+    less than the student does count as drift (`negative`).
+    """
+    if not (math.isfinite(tau) and tau > 0):
+        raise ValueError(f"tau must be positive and finite (nats), got {tau}")
+    if not 0 <= floor <= 1:
+        raise ValueError(f"floor must lie in [0, 1], got {floor}")
+    if count not in ("negative", "all"):
+        raise ValueError(f"count must be 'negative' or 'all', got {count!r}")
+    lost = _before(gap.abs() if count == "all" else (-gap).clamp(min=0.0))
+    return floor + (1.0 - floor) * (-lost / tau).exp()
+
+
 # --- their parts ----------------------------------------------------------------------------------------------------
 
 

@@ -58,6 +58,13 @@ def add(commands: Any) -> None:
         "--drift", type=float, default=2.0, help="a token is a drift if its gap is below minus this (default: 2)"
     )
     parser.add_argument("--gamma", type=float, default=0.5, help="of IW-OPD, for the verdict (default: 0.5)")
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="NAME[:PARAM=VALUE,...]",
+        help="one more weight rule to look at, e.g. survival:tau=2,floor=0.1; may be repeated",
+    )
     parser.add_argument("--batches", type=int, default=8, help="of the gradient alignment (default: 8)")
     parser.add_argument("--batch-size", type=int, default=32, help="prompts of such a batch (default: 32)")
     parser.add_argument("--skip", default="", metavar="PARTS", help="comma-separated parts to leave out")
@@ -129,6 +136,7 @@ def _settings(options: argparse.Namespace, max_tokens: int) -> Any:
         gamma=options.gamma,
         batches=options.batches,
         batch_prompts=options.batch_size,
+        rules=tuple(options.rule),
         skip=frozenset(word.strip() for word in options.skip.split(",") if word.strip()),
     )
 

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iwopd.algo import WEIGHT_RULES
+from iwopd.algo import WEIGHT_RULES, token_weights
 from iwopd.algo.budget import effective_share, region_share
 from iwopd.algo.drift import prefix_sums, rebound
 from iwopd.algo.position import bin_values, fraction_bins
 from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import beginning
-from iwopd.analysis.probe.result import Cumulative, RuleEffect, Rules
+from iwopd.analysis.probe.result import Cumulative, ProbeError, RuleEffect, Rules
 from iwopd.analysis.probe.scoring import Tokens
+from iwopd.config import parse_value
 
 GAMMAS = (0.5, 1.0, 2.0, 4.0)
 ALPHAS = (1.0, 0.1, 0.01, 0.001)
@@ -40,8 +41,10 @@ class Rule:
         )
 
 
-def probe_rules(gamma: float = 0.5) -> list[Rule]:
-    """Plain OPD first, then IW-OPD at several gammas (the asked one among them), all others, and plug-ins at their defaults."""
+def probe_rules(gamma: float = 0.5, more: Sequence[str] = ()) -> list[Rule]:
+    """Plain OPD first, then IW-OPD at several gammas (the asked one among them), all others, plug-ins at their defaults, and
+    those that were asked for.
+    """
     gammas = sorted({*GAMMAS, gamma} - {0.0})
     rules = [
         Rule("opd", "OPD", "uniform"),
@@ -56,9 +59,28 @@ def probe_rules(gamma: float = 0.5) -> list[Rule]:
         Rule("curriculum", "Manual curriculum, first step", "curriculum"),
         Rule("prefix-30", "Prefix-30", "prefix-only"),
         Rule("suffix-30", "Suffix-30", "suffix-only"),
+        Rule("survival", "Survival (ours)", "survival"),
     ]
     known = {rule.weights for rule in rules}
-    return rules + [Rule(name, name, name) for name in WEIGHT_RULES if name not in known]
+    rules += [Rule(name, name, name) for name in WEIGHT_RULES if name not in known]
+    return rules + [named_rule(text) for text in dict.fromkeys(more) if text not in {rule.key for rule in rules}]
+
+
+def named_rule(text: str) -> Rule:
+    """A rule as the command line writes it: `survival` or `survival:tau=2,floor=0.1`."""
+    name, _, given = text.partition(":")
+    params = {}
+    for word in filter(None, (word.strip() for word in given.split(","))):
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ProbeError(f"--rule {text!r}: write parameters as name=value, separated by commas")
+        params[key.strip()] = parse_value(value.strip())
+    nothing = torch.zeros(1, 2)
+    try:
+        token_weights(name, nothing, nothing == 0, progress=0.0, **params)
+    except (TypeError, ValueError, LookupError) as error:
+        raise ProbeError(f"--rule {text!r}: {error}") from None
+    return Rule(text, text, name, params)
 
 
 def iw_key(gamma: float) -> str:

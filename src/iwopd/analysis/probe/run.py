@@ -57,7 +57,7 @@ class _Run:
         self.notes = list(material.notes)
         self.seconds: dict[str, float] = {}
         self.parts: dict[str, Any] = {}
-        self.rules = probe_rules(settings.gamma)
+        self.rules = probe_rules(settings.gamma, settings.rules)
         self.student = self._lm(pair.student)
 
     def finish(self) -> Probe:

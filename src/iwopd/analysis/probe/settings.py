@@ -38,6 +38,8 @@ class ProbeSettings:
     batch_prompts: int = 32
     """Prompts of each batch of the gradient alignment."""
     skip: frozenset[str] = frozenset()
+    rules: tuple[str, ...] = ()
+    """Further rules, as `name:param=value,...`."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "samples", "continuations", "bins", "top_k", "batches", "batch_prompts"):
@@ -61,7 +63,7 @@ class ProbeSettings:
                 raise ProbeError(f"--skip names {part!r}; the parts are {', '.join(PARTS)}")
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "fractions": list(self.fractions), "skip": sorted(self.skip)}
+        return {**asdict(self), "fractions": list(self.fractions), "skip": sorted(self.skip), "rules": list(self.rules)}
 
 
 def option(name: str) -> str:

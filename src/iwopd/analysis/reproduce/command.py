@@ -51,10 +51,12 @@ def reproduce(options: argparse.Namespace) -> int:
 
 
 def _chosen(names: Sequence[str]) -> list[Item]:
-    wanted = list(ITEMS) if "all" in names else list(dict.fromkeys(name.lower() for name in names))
+    wanted = (
+        [key for key in ITEMS if key.startswith("p")] if "all" in names else list(dict.fromkeys(name.lower() for name in names))
+    )
     for name in wanted:
         if name not in ITEMS:
-            raise ReproduceError(f"unknown item {name!r}; there are {', '.join(ITEMS)} and all")
+            raise ReproduceError(f"unknown item {name!r}; there are {', '.join(ITEMS)}, and all for p1 to p10")
     return [ITEMS[name] for name in wanted]
 
 

@@ -1,4 +1,4 @@
-"""The paper's phenomena, P1 to P10: which runs each needs, and what is read off them.
+"""The paper's phenomena, P1 to P10, and a rule of our own: which runs each needs, and what is read off them.
 
 P2 and P6 need no training; they come from `iwopd probe` on the same models (`probes`).
 """
@@ -23,13 +23,17 @@ from iwopd.analysis.reproduce.variants import (
     OPD_FASTER,
     PREFIX,
     SUFFIX,
+    SURVIVAL,
     Variant,
+    faster,
     method,
     sized,
     taught,
 )
 
 SIZES = ("small", "medium", "large")
+RATES = (0.5, 1.0, 2.0)
+"""Learning rates of `own`, as multiples of --lr."""
 Probes = Mapping[int, Probe]
 """Results of `iwopd probe` by lineage."""
 
@@ -221,6 +225,26 @@ def _p10(item: Item, runs: Runs, probes: Probes) -> Section:
     return item.make([Table(["method", f"step {first}", f"step {last}"], rows)], words)
 
 
+def _own(item: Item, runs: Runs, probes: Probes) -> Section:
+    table, numbers = _comparison(runs, item.variants, OPD)
+    words = []
+    for step in (_steps(runs)[0], runs.steps):
+        for other in (OPD, IW_OPD):
+            effect = runs.effect(SURVIVAL, other, step)
+            words.append(in_words(f"{SURVIVAL.title} minus {other.title} at step {step}", effect))
+    for rival in (OPD, IW_OPD):
+        rates = [faster(rival, factor) for factor in RATES]
+        best = max(rates, key=lambda variant: runs.accuracy(variant, runs.steps).mean)
+        words.append(
+            in_words(
+                f"{SURVIVAL.title} minus {best.title} (its best learning rate of {len(RATES)}, chosen on these very runs, "
+                f"which favours it) at step {runs.steps}",
+                runs.effect(SURVIVAL, best, runs.steps),
+            )
+        )
+    return item.make([table], words, methods=numbers)
+
+
 ITEMS: Mapping[str, Item] = {
     item.key: item
     for item in (
@@ -276,6 +300,13 @@ ITEMS: Mapping[str, Item] = {
             "Tab. 1-2: under OPD the stronger teacher is behind at step 10 and ahead at the end; IW-OPD removes the deficit",
             tuple(taught(v, teacher) for teacher in ("weak", "strong") for v in (OPD, IW_OPD)),
             _p10,
+        ),
+        Item(
+            "own",
+            "survival weights, at several learning rates",
+            "not in the paper: weights that fall with the nats already lost, not with their share",
+            tuple(faster(variant, factor) for variant in (OPD, IW_OPD, SURVIVAL) for factor in RATES),
+            _own,
         ),
     )
 }

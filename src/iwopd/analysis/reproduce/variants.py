@@ -57,6 +57,14 @@ ABLATIONS = tuple(
 EXOPD, IW_EXOPD = method("exopd"), method("iw-exopd")
 
 
+SURVIVAL = method("survival")
+
+
+def faster(variant: Variant, factor: float) -> Variant:
+    """The same at another learning rate."""
+    return variant if factor == 1 else Variant(f"{variant.title}, lr x {factor:g}", variant.method, factor, variant.models)
+
+
 def sized(variant: Variant, student: str) -> Variant:
     """The same with another student; the medium one is the world's own, so that its runs are shared."""
     models = {} if student == "medium" else {"student_size": student}
