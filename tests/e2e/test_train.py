@@ -112,6 +112,19 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes]) -> 
     pytest.fail(f"step {step} was not reached in time")
 
 
+def test_mixed_precision_learns_the_same(pair: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 autocast on a CPU: near the float32 run, and the weights stay float32."""
+    # Without it oneDNN picks AMX kernels on some virtual machines that do not have them, and the process dies.
+    monkeypatch.setitem(ENVIRONMENT, "ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    for precision in ("no", "bf16"):
+        run(recipe(tmp_path, pair, precision=precision, steps=2), "--out", tmp_path / precision)
+    single, half = metrics(tmp_path / "no"), metrics(tmp_path / "bf16")
+    assert single != half
+    assert half[0]["loss"] == pytest.approx(single[0]["loss"], rel=0.1, abs=0.02)
+    weights = final_state(tmp_path / "bf16", step=2)
+    assert all(value.dtype == torch.float32 for name, value in weights.items() if name.startswith("model/"))
+
+
 @pytest.fixture
 def started() -> Iterator[list[subprocess.Popen[bytes]]]:
     processes: list[subprocess.Popen[bytes]] = []
