@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Probe, Rollouts
+from iwopd.analysis.reproduce.figures import learning_chart, write_figures
 from iwopd.analysis.reproduce.items import ITEMS
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import markdown
@@ -113,6 +114,19 @@ def test_every_item_has_a_section(runs: Runs) -> None:
         assert section.words
         for table in section.tables:
             assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_figures_show_the_tables_numbers(runs: Runs, tmp_path: Path) -> None:
+    for variant, accuracy in ((OPD, 0.5), (PREFIX, 0.4), (SUFFIX, 0.1)):
+        write_run(runs, variant, accuracy)
+    section = ITEMS["p1"].section(runs, {})
+    chart = learning_chart(section)
+    assert chart is not None
+    assert [series.label for series in chart.series] == ["OPD", "Prefix-30", "Suffix-30"]
+    for series, variant in zip(chart.series, (OPD, PREFIX, SUFFIX), strict=True):
+        assert series.y[-1] == runs.accuracy(variant, runs.steps).mean
+    assert [path.name for path in write_figures([section, ITEMS["p2"].section(runs, {0: probe(0.6)})], tmp_path)] == ["p1.svg"]
+    assert (tmp_path / "p1.svg").read_text().startswith("<?xml")
 
 
 def test_the_words_follow_the_numbers(runs: Runs) -> None:

@@ -37,6 +37,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, default=Path("runs/reproduce"), help="where the runs are kept")
     parser.add_argument("--markdown", type=Path, help="write the tables as Markdown, too")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the learning curves as SVG (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=_run)
 

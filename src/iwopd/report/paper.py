@@ -126,6 +126,13 @@ def write_figures(
     return written, data.notes
 
 
+def write_chart(chart: Chart, path: Path) -> Path:
+    """One chart in a column's width; the format is the file name's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _style():
+        return _save(_figure(chart), path)
+
+
 def _chart_figures(data: ReportData) -> Iterator[tuple[str, Figure]]:
     panels = [panel for build in PANELS if (panel := build(data)) is not None] + probe_sections(data)
     for panel in panels:
@@ -169,11 +176,7 @@ def draw(axes: Axes, chart: Chart, *, title: bool = True) -> None:
 
 def _figures(panel: Panel) -> Iterator[tuple[str, Figure]]:
     for chart in panel.charts:
-        figure = Figure(figsize=(COLUMN, _rows_height(chart) if chart.kind == "dots" else 2.35), layout="constrained")
-        axes = figure.add_subplot()
-        draw(axes, chart, title=False)  # a paper has captions
-        _legend(figure, axes, 2)
-        yield chart.id, figure
+        yield chart.id, _figure(chart)
     charts = [chart for chart in panel.charts if chart.kind == "lines"]  # bars have another legend: they stay by themselves
     if len(charts) > 1 and not any(chart.keys for chart in charts):  # nor do charts with legends of their own share a sheet
         columns = 2 if panel.id == "position" else min(3, len(charts))
@@ -187,6 +190,14 @@ def _figures(panel: Panel) -> Iterator[tuple[str, Figure]]:
                 axes.set_axis_off()
         _legend(figure, grid.flat[0], 4)
         yield f"panel-{panel.id}", figure
+
+
+def _figure(chart: Chart) -> Figure:
+    figure = Figure(figsize=(COLUMN, _rows_height(chart) if chart.kind == "dots" else 2.35), layout="constrained")
+    axes = figure.add_subplot()
+    draw(axes, chart, title=False)  # a paper has captions
+    _legend(figure, axes, 2)
+    return figure
 
 
 def _sheet(sheet: Sheet) -> Figure:

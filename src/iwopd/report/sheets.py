@@ -199,10 +199,13 @@ def _weights(data: ReportData) -> Chart | None:
     chosen += [rule for rule in view.probe.rules.rules if rule.key == "surrogate-only"]
     x = middles(view.probe.rules.edges)
     series = tuple(
-        curve_series(rule.title.removeprefix("Ideal weight, "), place, x, rule.weights) for place, rule in enumerate(chosen)
+        curve_series(rule.title.removeprefix("Ideal weight, "), place, x, weights.typical(rule))
+        for place, rule in enumerate(chosen)
     )
-    axis = Axis("mean weight", zero=True)
-    return Chart("fig4b", "Weights", ALONG, axis, series, "", band=PROMPT_BAND, markers=True, by="own") if series else None
+    axis = weights.weight_axis(chosen)
+    return (
+        Chart("fig4b", "Weights", ALONG, axis, series, "", band=weights.SPREAD_BAND, markers=True, by="own") if series else None
+    )
 
 
 def _sums(data: ReportData) -> Chart | None:

@@ -148,6 +148,9 @@ class RuleEffect(Part):
     params: dict[str, Any]
     weights: Curve
     """Mean weight by relative position."""
+    spread: Curve | None = None
+    """Median (`mean`), 10th (`low`) and 90th percentile (`high`) of the tokens' weights by relative position: no interval, but
+    how unlike the tokens are. Ideal weights have mean 1 by construction; this is where their alphas differ."""
     effective: Estimate
     """Effective number of tokens, as a share of all."""
     first_30: Estimate

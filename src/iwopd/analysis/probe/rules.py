@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from iwopd.algo.position import bin_values, fraction_bins
 from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import beginning
-from iwopd.analysis.probe.result import Cumulative, ProbeError, RuleEffect, Rules
+from iwopd.analysis.probe.result import Cumulative, Curve, ProbeError, RuleEffect, Rules
 from iwopd.analysis.probe.scoring import Tokens
 from iwopd.config import parse_value
 
@@ -100,15 +101,26 @@ def _effect(rule: Rule, tokens: Tokens, bootstrap: Bootstrap, bins: int) -> Rule
     signal = rule.signal(tokens.teacher_logprobs, tokens.student_logprobs, tokens.mask)
     weights, update = signal.weights.double(), signal.advantages.double().abs()
     first = torch.where(beginning(tokens.mask), update, 0.0)
+    index = fraction_bins(tokens.mask, bins)
     return RuleEffect(
         key=rule.key,
         title=rule.title,
         rule=rule.weights,
         params=rule.params,
-        weights=bootstrap.mean_curve(bin_values(weights, fraction_bins(tokens.mask, bins), bins)),
+        weights=bootstrap.mean_curve(bin_values(weights, index, bins)),
+        spread=_spread(weights, index, bins),
         effective=bootstrap.estimate(effective_share, weights.sum(-1), weights.square().sum(-1), tokens.mask.sum(-1)),
         first_30=bootstrap.estimate(region_share, first.sum(-1), update.sum(-1)),
     )
+
+
+def _spread(weights: Tensor, index: Tensor, bins: int) -> Curve:
+    """Median, 10th and 90th percentile of the weights in each bin; NaN where it has no token."""
+    levels = torch.tensor([0.5, 0.1, 0.9], dtype=weights.dtype)
+    members = (weights[index == place] for place in range(bins))
+    rows = [torch.quantile(w, levels) if len(w) else torch.full((3,), math.nan) for w in members]
+    median, low, high = torch.stack(rows).T.tolist() if rows else ([], [], [])
+    return Curve(mean=median, low=low, high=high)
 
 
 def _cumulative(tokens: Tokens, bootstrap: Bootstrap, bins: int) -> Cumulative:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from rich.console import Console
 
@@ -12,6 +13,7 @@ from iwopd import tiny
 from iwopd.analysis.probe import Probe, ProbeSettings, read_probe, run_probe, write_probe
 from iwopd.analysis.probe.inputs import open_pair, world_material
 from iwopd.analysis.probe.present import ConsoleProgress
+from iwopd.analysis.reproduce.figures import write_figures
 from iwopd.analysis.reproduce.items import ITEMS, Item
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import Section, markdown, print_section
@@ -31,6 +33,8 @@ def reproduce(options: argparse.Namespace) -> int:
     """Make the runs that are missing, then print every item's section."""
     items = _chosen(options.items)
     runs = _runs(options)
+    if options.figures is not None and find_spec("matplotlib") is None:  # said now, not after an hour
+        raise ReproduceError("--figures needs matplotlib: pip install 'iwopd[figures]'")
     console = Console(stderr=options.json)
     variants = list({id(variant): variant for item in items for variant in item.variants}.values())
     _train_models(runs, variants, need_pair=any(item.needs_probe for item in items))
@@ -43,6 +47,9 @@ def reproduce(options: argparse.Namespace) -> int:
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
         options.markdown.write_text(_heading(runs) + "\n".join(markdown(section) for section in sections))
         console.print(f"tables: {options.markdown}", highlight=False)
+    if options.figures is not None:
+        for path in write_figures(sections, options.figures):
+            console.print(f"figure: {path}", highlight=False)
     record = {section.key: _record(section) for section in sections}
     (options.out / "results.json").write_text(json.dumps(record, indent=1) + "\n")
     if options.json:

@@ -11,20 +11,20 @@ from iwopd.report.panel import Panel
 from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, dot_series, middles, one_each, shown_by
 
 if TYPE_CHECKING:
-    from iwopd.analysis.probe.result import Rules
+    from iwopd.analysis.probe.result import Curve, RuleEffect, Rules
 
 FAMILIES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     (
         "sums",
         "Weights from sums of gaps",
-        ("uniform", "cumulative-share", "signed"),
+        ("uniform", "cumulative-share", "signed", "survival"),
         "IW-OPD gives a token more weight the less of the answer's discrepancy lies before it; plain OPD gives 1 everywhere.",
     ),
     (
         "ideal",
         "Ideal weights",
         ("ideal",),
-        "The prefix's importance ratio to the power of alpha over its mean: the curve is flat, and the band shows the spread.",
+        "The prefix's importance ratio to the power of alpha over its mean. That mean is 1 everywhere: the median is drawn.",
     ),
     (
         "position",
@@ -35,6 +35,7 @@ FAMILIES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 )
 """Name, title, rules and words of a chart; rules that are in none have one of their own."""
 OTHER = ("other", "Other rules", "Rules from plug-ins, with their defaults.")
+SPREAD_BAND = "10th to 90th percentile of the tokens"
 LIMIT = "It shows what a rule would weigh, not whether that helps."
 
 
@@ -72,10 +73,10 @@ def curves(view: ProbeView, suffix: str = "", label: str = "") -> list[Chart]:
             f"probe-weights-{name}{suffix}",
             f"{title}{behind}",
             ALONG,
-            Axis("mean weight", zero=True),
-            tuple(curve_series(rule.title, place, middles(part.edges), rule.weights) for place, rule in enumerate(members)),
+            weight_axis(members),
+            tuple(curve_series(rule.title, place, middles(part.edges), typical(rule)) for place, rule in enumerate(members)),
             f"{words} {LIMIT}",
-            band=PROMPT_BAND,
+            band=SPREAD_BAND if _is_spread(members) else PROMPT_BAND,
             markers=True,
             by="own",
         )
@@ -83,6 +84,19 @@ def curves(view: ProbeView, suffix: str = "", label: str = "") -> list[Chart]:
         if members
     ]
     return [*drawn, sums(view, suffix, label)]
+
+
+def typical(rule: RuleEffect) -> Curve:
+    """What stands for a rule's weights: their mean, or where that says nothing their median."""
+    return rule.spread if rule.rule == "ideal" and rule.spread is not None else rule.weights
+
+
+def weight_axis(rules: Sequence[RuleEffect]) -> Axis:
+    return Axis("median weight" if _is_spread(rules) else "mean weight", zero=True)
+
+
+def _is_spread(rules: Sequence[RuleEffect]) -> bool:
+    return any(typical(rule) is rule.spread for rule in rules)
 
 
 def sums(view: ProbeView, suffix: str = "", label: str = "") -> Chart:
