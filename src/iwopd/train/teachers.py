@@ -26,7 +26,8 @@ LocalTeacher = Callable[[str | None], Scorer]
 def build_teacher(config: Config, tokenizer: Any, prompts: Sequence[Prompt], max_tokens: int, local: LocalTeacher) -> Scorer:
     """The teacher of a run, its servers tried out on real prompts."""
     settings = config.teacher
-    sources: dict[str | None, TeacherSource] = {None: settings, **settings.others}
+    sources: dict[str | None, TeacherSource] = {None: settings}
+    sources.update(settings.others)
     router = RoutedScorer({name: _scorer(config, name, source, tokenizer, local) for name, source in sources.items()})
     router.check_routes(prompts)
     for name, scorer in router.teachers.items():
