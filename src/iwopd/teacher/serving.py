@@ -78,6 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, routes: Mapping[str, Any]) -> None:
         try:
             if self.path not in routes:
+                self.close_connection = True  # its body was not read
                 raise RefusalError(404, f"there is no {self.command} {self.path} here")
             if self.path != "/health":
                 self._check_token()
