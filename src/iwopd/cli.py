@@ -8,7 +8,20 @@ import sys
 from collections.abc import Sequence
 
 import iwopd
-from iwopd.commands import check_code, check_math, compare, demo, evaluate, figures, methods, probe, report, reproduce, train
+from iwopd.commands import (
+    check_code,
+    check_math,
+    compare,
+    demo,
+    evaluate,
+    figures,
+    methods,
+    probe,
+    report,
+    reproduce,
+    serve_teacher,
+    train,
+)
 from iwopd.errors import UserError
 
 
@@ -37,7 +50,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"iwopd {iwopd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, train, evaluate, compare, probe, report, figures, reproduce, check_math, check_code, methods):
+    for command in (
+        demo,
+        train,
+        evaluate,
+        compare,
+        probe,
+        report,
+        figures,
+        reproduce,
+        serve_teacher,
+        check_math,
+        check_code,
+        methods,
+    ):
         command.add(commands)
     return parser
 

@@ -11,13 +11,15 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 import tomli_w
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from iwopd import algo
+from iwopd.data.teacher_view import PromptTemplate
 from iwopd.errors import UserError
 
 
@@ -25,8 +27,11 @@ class ConfigError(UserError, ValueError):
     """A setting that is wrong, said in words for the person who wrote it."""
 
 
-OPEN_TABLES = ("method.params", "eval.data")
+OPEN_TABLES = ("method.params", "eval.data", "teacher.others")
 """Tables whose keys are the user's."""
+
+KEPT_QUIET = ("urls", "api_key_env")
+"""Settings whose wrong values are not repeated: somebody may have put a key there."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -114,6 +119,64 @@ class RolloutSettings(Section):
     truncated: Literal["keep", "mask", "drop"] = Field(
         "keep", description="rollouts cut off by max_tokens: train on them or not"
     )
+    chunks: int | None = Field(
+        None, ge=1, description="the teacher scores one chunk while the next is written; empty: 4 with a server, else 1 (off)"
+    )
+
+
+class TeacherSource(Section):
+    """Where a teacher is, and what it sees."""
+
+    urls: list[str] = Field([], description="servers (replicas) that score, e.g. ['http://gpu1:8000']; empty: a local model")
+    name: str | None = Field(None, description="what the servers call the model; empty: models.teacher, or their only one")
+    dialect: Literal["vllm", "sglang"] = Field("vllm", description="vllm (also `iwopd serve-teacher`), or sglang")
+    api_key_env: str | None = Field(None, description="environment variable that holds the servers' API key; empty: no key")
+    max_in_flight: int = Field(16, ge=1, description="requests under way at once, for each server")
+    tokens_per_request: int = Field(8192, ge=1, description="short rollouts travel together up to so many tokens")
+    request_timeout: float = Field(300.0, gt=0, description="seconds for one attempt at one request")
+    patience: float = Field(600.0, gt=0, description="seconds that a teacher may be away before the run saves and ends")
+    deadline: float = Field(7200.0, gt=0, description="seconds for the scores of one step (or chunk of it)")
+    system: str | None = Field(None, description="system prompt that the teacher sees instead of the student's")
+    user: str | None = Field(
+        None, description="user message that the teacher sees: {prompt}, {answer} and the data set's fields are filled in"
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _plain_urls(cls, urls: list[str]) -> list[str]:
+        return [_server_url(url) for url in urls]
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _names_a_variable(cls, name: str | None) -> str | None:
+        if name is not None and not name.isidentifier():
+            raise ValueError("must be the name of an environment variable, not the key itself")
+        return name
+
+    @model_validator(mode="after")
+    def _template_is_one(self) -> Self:
+        PromptTemplate(self.system, self.user)
+        return self
+
+
+class OtherTeacher(TeacherSource):
+    model: str | None = Field(None, description="local folder or hub id, without urls")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if bool(self.model) == bool(self.urls):
+            raise ValueError("give either model (a local folder or hub id) or urls (servers; name says what they call it)")
+        return self
+
+
+class Teacher(TeacherSource):
+    others: dict[str, OtherTeacher] = Field(
+        default_factory=dict, description="further teachers by the name that a prompt's field `teacher` gives"
+    )
+
+    @property
+    def has_servers(self) -> bool:
+        return any(source.urls for source in (self, *self.others.values()))
 
 
 class Optim(Section):
@@ -164,6 +227,7 @@ class Config(Section):
     data: Data = Data()
     method: Method = Method()
     rollout: RolloutSettings = RolloutSettings()
+    teacher: Teacher = Teacher()
     optim: Optim = Optim()
     eval: Eval = Eval()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -173,6 +237,15 @@ class Config(Section):
     def _prompts_exist(self) -> Self:
         if self.models.world is None and self.data.prompts is None:
             raise ValueError("without models.world, data.prompts must name a JSONL file of prompts")
+        return self
+
+    @model_validator(mode="after")
+    def _servers_score_at_one(self) -> Self:
+        if self.teacher.has_servers and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature is {self.rollout.temperature}, but teacher servers score at temperature 1, and log-probs "
+                "of two temperatures make no gap: sample at 1, or use a local teacher"
+            )
         return self
 
 
@@ -274,8 +347,23 @@ def _explain(fault: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in fault["loc"])
     message = str(fault["msg"]).removeprefix("Value error, ")
     value = fault.get("input")
-    given = "" if isinstance(value, Mapping) or value is None else f" (given: {json.dumps(value, default=str)})"
+    quiet = isinstance(value, Mapping) or value is None or any(part in KEPT_QUIET for part in fault["loc"])
+    given = "" if quiet else f" (given: {json.dumps(value, default=str)})"
     return f"{name}: {message}{given}" if name else message
+
+
+def _server_url(url: str) -> str:
+    """Scheme, host and port (and a path if a proxy needs one), without the `/v1` that some write."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise ValueError("a server's URL looks like http://host:8000")
+    if parts.username or parts.password:
+        raise ValueError("a URL must not hold a password: put the key into an environment variable and name it: api_key_env")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _nearby(recipe: Path) -> str:

@@ -82,6 +82,7 @@ def _prompt(line: str, where: str, default_id: str, tokenizer: Any) -> Prompt:
         text=text,
         answer=None if answer is None else str(answer),
         teacher=item.get("teacher"),
+        metadata={**item, "messages": messages},
     )
 
 

@@ -1,6 +1,20 @@
 """Scorers: from `Rollout` to log-probs."""
 
+from iwopd.teacher.errors import TeacherError, TeacherGoneError
 from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.prompted import PromptedScorer
+from iwopd.teacher.router import RoutedScorer, local_scorers
 from iwopd.teacher.scorer import Scorer
+from iwopd.teacher.server import ServerScorer, ServerSettings
 
-__all__ = ["LocalScorer", "Scorer"]
+__all__ = [
+    "LocalScorer",
+    "PromptedScorer",
+    "RoutedScorer",
+    "Scorer",
+    "ServerScorer",
+    "ServerSettings",
+    "TeacherError",
+    "TeacherGoneError",
+    "local_scorers",
+]

@@ -25,7 +25,8 @@ from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.learner import Learner
 from iwopd.train.ranks import Ranks
-from iwopd.types import Prompt, Rollout
+from iwopd.train.teachers import build_teacher
+from iwopd.types import Prompt
 
 Notify = Callable[[str], None]
 
@@ -47,10 +48,6 @@ class Parts:
     tasks: list[Task]
     ranks: Ranks
     device: torch.device
-
-    def write(self, prompts: Sequence[Prompt], seed: int, step: int, samples: int) -> list[Rollout]:
-        """Rollouts of all prompts, each rank writing its share."""
-        return self.ranks.share(prompts, lambda mine: self.sampler.sample(mine, seed=seed, step=step, samples=samples))
 
 
 def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = None) -> Parts:
@@ -78,6 +75,9 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
     def scorer(model: Any, **options: Any) -> LocalScorer:
         return LocalScorer(model, temperature=config.rollout.temperature, vocab_size=vocab_size, **options)
 
+    def local_teacher(source: str | None) -> LocalScorer:
+        return scorer(teacher if source is None else _load_teacher(config, source, tokenizer, accelerator.device))
+
     reference = _reference(config, world, tokenizer, accelerator.device) if config.method.needs_reference else None
     ranks = Ranks()
     lm = ResponseModel(student, temperature=config.rollout.temperature, vocab_size=vocab_size)
@@ -88,7 +88,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         sampler=sampler(max_tokens, config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
         eval_samplers={task.name: sampler(task.max_tokens, task.temperature) for task in tasks},
         student_scorer=scorer(student, autocast=accelerator.autocast),
-        teacher_scorer=scorer(teacher),
+        teacher_scorer=build_teacher(config, tokenizer, prompts, max_tokens, local_teacher),
         reference_scorer=None if reference is None else scorer(reference),
         learner=Learner(lm, config.optim, config.method, accelerator, ranks),
         tasks=tasks,
@@ -116,17 +116,24 @@ def _load(config: Config, source: str | Path, device: torch.device) -> Any:
 
 
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:
+    """Tokenizer, student and teacher; no teacher where a server has it."""
     if world is not None:
-        return world.tokenizer, _load(config, world.student, device), _load(config, world.teacher, device).eval()
+        teacher = None if config.teacher.urls else _load(config, world.teacher, device).eval()
+        return world.tokenizer, _load(config, world.student, device), teacher
     assert config.models.student is not None  # the config was validated
     assert config.models.teacher is not None
     tokenizer = load_tokenizer(config.models.student, trust_remote_code=config.models.trust_remote_code)
     student = _load(config, config.models.student, device)
-    teacher = _load(config, config.models.teacher, device).eval()
-    for name, model in (("student", student), ("teacher", teacher)):
-        check_vocabulary(name, model, tokenizer)
-    check_same_tokenizer(tokenizer, config.models.teacher, trust_remote_code=config.models.trust_remote_code)
+    check_vocabulary("student", student, tokenizer)
+    teacher = None if config.teacher.urls else _load_teacher(config, config.models.teacher, tokenizer, device)
     return tokenizer, student, teacher
+
+
+def _load_teacher(config: Config, source: str, tokenizer: Any, device: torch.device) -> Any:
+    teacher = _load(config, source, device).eval()
+    check_vocabulary("teacher", teacher, tokenizer)
+    check_same_tokenizer(tokenizer, source, trust_remote_code=config.models.trust_remote_code)
+    return teacher
 
 
 def _reference(config: Config, world: tiny.World | None, tokenizer: Any, device: torch.device) -> Any:

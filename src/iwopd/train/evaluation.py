@@ -8,6 +8,7 @@ from typing import Any
 from iwopd.config import Config
 from iwopd.eval.runner import evaluate
 from iwopd.eval.task import Task
+from iwopd.teacher.errors import TeacherGoneError
 from iwopd.train.assembly import Parts
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.metrics import kept_rollouts
@@ -32,8 +33,11 @@ def _evaluate(task: Task, config: Config, parts: Parts, run: RunDirectory, track
     evaluation = evaluate(task, write, parts.tokenizer, samples=task.samples, step=step)
     if parts.ranks.is_main:
         tracker.evaluation(evaluation, time.perf_counter() - start)
-        for record in kept_rollouts(config, parts, evaluation, step):
-            run.append("rollouts.jsonl", record)
+        try:
+            for record in kept_rollouts(config, parts, evaluation, step):
+                run.append("rollouts.jsonl", record)
+        except TeacherGoneError as error:  # the evaluation itself needs no teacher; the next step will find out
+            tracker.say(f"step {step}: no rollouts of {task.name} are kept, {error}")
     return evaluation.result.mean
 
 

@@ -12,20 +12,23 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from iwopd import algo
 from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.config import Config
 from iwopd.errors import UserError
 from iwopd.lm import Sequences
-from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.router import local_scorers
 from iwopd.train.assembly import Parts
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.evaluation import evaluate_tasks, keep_best
 from iwopd.train.metrics import step_metrics, training_progress
+from iwopd.train.pipeline import Written, write_step
 from iwopd.train.rundir import RunDirectory
+from iwopd.train.teachers import chunks
 from iwopd.train.tracking import Tracker
-from iwopd.types import Rollout, ScoredRollout, StepStats, TokenBatch
+from iwopd.types import ScoredRollout, StepStats, TokenBatch
 
 MOST_SKIPPED = 3
 """Steps in a row whose update may be skipped before the run gives up."""
@@ -70,9 +73,12 @@ def train(
         for step in range(done.step + 1, config.steps + 1):
             clock = Clock()
             prompts = parts.order.batch(step)
-            rollouts = parts.write(prompts, config.seed, step, config.rollout.samples)
+            written = write_step(
+                parts, prompts, seed=config.seed, step=step, samples=config.rollout.samples, chunks=chunks(config)
+            )
+            rollouts = written.rollouts
             clock.lap("rollout")
-            scored, floored = _score(config, parts, rollouts)
+            scored, floored = _score(config, parts, written)
             batch = TokenBatch.collate(scored, pad_id=0)
             clock.lap("teacher")
             signal = _signal(config, batch, scored, training_progress(step, config.steps))
@@ -112,21 +118,15 @@ def save(parts: Parts, store: CheckpointStore, done: Progress) -> None:
         keep_best(store, done.best_step)
 
 
-def _score(config: Config, parts: Parts, rollouts: list[Rollout]) -> tuple[list[ScoredRollout], int]:
+def _score(config: Config, parts: Parts, written: Written) -> tuple[list[ScoredRollout], int]:
     """Old, teacher and reference log-probs; impossible tokens floored and counted."""
 
-    def work(mine: Any) -> list[tuple[ScoredRollout, int]]:
+    def own(mine: Any) -> list[tuple[Tensor, Tensor | None]]:
         old = parts.learner.old_logprobs(mine) or parts.student_scorer.score(mine)
-        teacher = parts.teacher_scorer.score(mine)
         reference = parts.reference_scorer.score(mine) if parts.reference_scorer else [None] * len(mine)
-        results = []
-        for rollout, lp_0, lp_t, lp_r in zip(mine, old, teacher, reference, strict=True):
-            everywhere = torch.ones(len(rollout), dtype=torch.bool)
-            floored = algo.floor_logprobs(lp_t, everywhere)
-            lp_r = None if lp_r is None else algo.floor_logprobs(lp_r, everywhere, name="reference_logprobs").logprobs
-            results.append((ScoredRollout(rollout, lp_0, floored.logprobs, lp_r), floored.floored))
-        return results
+        return list(zip(old, reference, strict=True))
 
+    rollouts = written.rollouts
     kept = [rollout for rollout in rollouts if config.rollout.truncated != "drop" or rollout.stop_reason == "eos"]
     if config.rollout.truncated != "keep" and all(rollout.stop_reason == "length" for rollout in rollouts):
         raise TrainingStoppedError(
@@ -134,8 +134,15 @@ def _score(config: Config, parts: Parts, rollouts: list[Rollout]) -> tuple[list[
             "nothing is left to train on. Raise rollout.max_tokens, or keep them",
             exit_code=1,
         )
-    pairs = parts.ranks.share(kept, work)
-    return [item for item, _ in pairs], sum(count for _, count in pairs)
+    pairs = parts.ranks.share(kept, own)  # the teacher may still be at the last chunk
+    scored, count = [], 0
+    for rollout, (lp_0, lp_r), lp_t in zip(kept, pairs, written.teacher_logprobs(kept), strict=True):
+        everywhere = torch.ones(len(rollout), dtype=torch.bool)
+        floored = algo.floor_logprobs(lp_t, everywhere)
+        lp_r = None if lp_r is None else algo.floor_logprobs(lp_r, everywhere, name="reference_logprobs").logprobs
+        scored.append(ScoredRollout(rollout, lp_0, floored.logprobs, lp_r))
+        count += floored.floored
+    return scored, count
 
 
 def _signal(config: Config, batch: TokenBatch, scored: list[ScoredRollout], progress: float) -> TrainingSignal:
@@ -159,9 +166,8 @@ def _check_heads(config: Config, parts: Parts, tracker: Tracker, step: int) -> N
     prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in rollouts]
     sequences = Sequences.build(prompts, [rollout.response_ids for rollout in rollouts]).to(parts.device)
     users = {"student": [parts.learner.lm, parts.student_scorer.lm]}
-    for name, scorer in (("teacher", parts.teacher_scorer), ("reference", parts.reference_scorer)):
-        if isinstance(scorer, LocalScorer):
-            users[name] = [scorer.lm]
+    for kind, scorer in (("teacher", parts.teacher_scorer), ("reference", parts.reference_scorer)):
+        users.update({name: [local.lm] for name, local in local_scorers(scorer, kind)})
     for name, models in users.items():
         difference = max(lm.check_head(sequences) for lm in models)
         if not models[0].fused:

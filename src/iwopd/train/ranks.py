@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from iwopd.errors import UserError
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -30,12 +32,23 @@ class Ranks:
         return self.rank == 0
 
     def share(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
-        """`work(items)`, each rank doing every n-th item; `work` returns the same number of results for every item."""
-        mine = work(items[self.rank :: self.count])
+        """`work(items)`, each rank doing every n-th item; `work` returns the same number of results for every item.
+
+        A `UserError` of one rank is raised on all of them: none is left waiting for it.
+        """
         if self.count == 1:
-            return mine
-        parts: list[Any] = [None] * self.count
-        dist.all_gather_object(parts, mine)
+            return work(items)
+        mine: list[Result] = []
+        fault: UserError | None = None
+        try:
+            mine = work(items[self.rank :: self.count])
+        except UserError as error:
+            fault = error
+        parts: list[Any] = []
+        for part, other_fault in self.gather((mine, fault)):
+            if other_fault is not None:
+                raise fault or other_fault
+            parts.append(part)
         each = sum(len(part) for part in parts) // max(1, len(items))
         results: list[Result] = []
         for place in range(len(items)):

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from iwopd import algo, tiny
 from iwopd.config import Config
+from iwopd.teacher.errors import TeacherError
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
 from iwopd.train.evaluation import keep_best
-from iwopd.train.loop import Progress, TrainingStoppedError, train
+from iwopd.train.loop import Progress, TrainingStoppedError, save, train
 from iwopd.train.rundir import RunDirectory
 from iwopd.train.tracking import Tracker
 
@@ -49,7 +50,10 @@ def run_training(
             tracker.say(message)
         if resume:
             tracker.say(f"resuming {folder} after step {done.step}")
-        done = train(config, parts, run, store, tracker, done)
+        try:
+            done = train(config, parts, run, store, tracker, done)
+        except TeacherError as error:  # the teacher's fault, or its absence: the steps before it are good
+            raise TrainingStoppedError(f"{error}\n{_keep_finished(parts, store, done)}", error.exit_code) from None
         parts.ranks.leave(together=True)  # the main one may still have been saving
         return done
     except (algo.NonFiniteError, FloatingPointError) as error:
@@ -59,6 +63,15 @@ def run_training(
     finally:
         tracker.close()
         parts.ranks.leave(together=False)
+
+
+def _keep_finished(parts: Parts, store: CheckpointStore, done: Progress) -> str:
+    """Save the last finished step if it is not saved yet; says how to go on."""
+    if done.step == 0:
+        return "No step was finished; start again when the teacher is back"
+    if done.step not in store.steps():
+        save(parts, store, done)
+    return f"Step {done.step} was the last finished one and is saved; continue with --resume when the teacher is back"
 
 
 def _bring_back(checkpoint: Checkpoint, parts: Parts) -> Progress:

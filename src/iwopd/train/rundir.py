@@ -27,7 +27,12 @@ from iwopd.filesystem import write_atomic
 
 FORMAT = 1
 LOGS = ("metrics.jsonl", "evals.jsonl", "rollouts.jsonl")
-FREE_TO_CHANGE = ("tracking", "steps", "checkpoint", "eval.kept_rollouts")
+TEACHERS_PLACE = tuple(
+    f"teacher.{name}"
+    for name in ("urls", "api_key_env", "max_in_flight", "tokens_per_request", "request_timeout", "patience", "deadline")
+)
+"""Where the teacher is and how it is asked: a server may come back elsewhere."""
+FREE_TO_CHANGE = ("tracking", "steps", "checkpoint", "eval.kept_rollouts", "rollout.chunks", *TEACHERS_PLACE)
 """Settings that a resumed run may change without becoming another run."""
 
 

@@ -1,0 +1,24 @@
+"""Work beside the main thread that never keeps the process alive: who stops a run does not wait for a server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def in_background(work: Callable[[], Result]) -> Future[Result]:
+    """Start `work` in a daemon thread; result or error are the future's."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

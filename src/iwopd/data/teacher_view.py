@@ -1,0 +1,69 @@
+"""The teacher's version of a prompt: its own system prompt, or what the student must not see, e.g. the reference answer."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from iwopd.data.chat import ChatError, render
+from iwopd.types import Prompt
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """How the teacher's messages come from the student's."""
+
+    system: str | None = None
+    """The teacher's system message, instead of the student's."""
+    user: str | None = None
+    """The teacher's last user message: `{prompt}` is the student's, `{answer}` the reference answer, any other name a field
+    of the data set."""
+
+    def __post_init__(self) -> None:
+        for _, name, spec, conversion in string.Formatter().parse(self.user or ""):
+            if name is not None and (not name.isidentifier() or spec or conversion):
+                raise ValueError(f"{{{name}}} is not a field: write {{prompt}}, {{answer}} or a name of the data set")
+
+    def messages(self, prompt: Prompt) -> list[dict[str, str]]:
+        given = prompt.metadata.get("messages")
+        if not isinstance(given, Sequence) or not given:
+            raise ChatError(
+                f"prompt {prompt.id!r} is not a chat, so the teacher cannot be given another prompt: teacher.system and "
+                "teacher.user need prompts that were rendered from messages (data.prompts)"
+            )
+        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in given]
+        if self.system is not None:
+            messages = [{"role": "system", "content": self.system}, *(m for m in messages if m["role"] != "system")]
+        if self.user is not None:
+            last = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=None)
+            if last is None:
+                raise ChatError(f"prompt {prompt.id!r} has no user message for teacher.user to replace")
+            messages[last]["content"] = self._fill(prompt, messages[last]["content"])
+        return messages
+
+    def _fill(self, prompt: Prompt, content: str) -> str:
+        fields: Mapping[str, Any] = {**prompt.metadata, "prompt": content, "answer": prompt.answer}
+        assert self.user is not None
+        pieces = []
+        for text, name, _, _ in string.Formatter().parse(self.user):
+            pieces.append(text)
+            if name is not None:
+                if fields.get(name) is None:
+                    raise ChatError(f"teacher.user asks for {{{name}}}, which prompt {prompt.id!r} does not have")
+                pieces.append(str(fields[name]))  # not str.format: a field's text may hold braces
+        return "".join(pieces)
+
+
+def teacher_prompt(tokenizer: Any, template: PromptTemplate) -> Callable[[Prompt], Prompt]:
+    """From the student's prompt to the teacher's, rendered by the student's tokenizer."""
+
+    def change(prompt: Prompt) -> Prompt:
+        try:
+            text, ids = render(tokenizer, template.messages(prompt))
+        except ChatError as error:
+            raise ChatError(f"the teacher's version of prompt {prompt.id!r}: {error}") from None
+        return replace(prompt, text=text, token_ids=ids)
+
+    return change

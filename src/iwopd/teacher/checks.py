@@ -1,0 +1,93 @@
+"""Questions to a teacher server before training: the right model, all ids, enough room, scores that belong to their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from iwopd.teacher.dialects import TokenSequence
+from iwopd.teacher.errors import TeacherError
+from iwopd.teacher.server import ServerScorer
+
+TOLERANCE = 0.5
+"""How far two log-probs of one token may lie apart: half-precision servers compute them by different kernels."""
+
+
+def check_server(scorer: ServerScorer, *, vocab_size: int, longest: int, examples: Sequence[Sequence[int]]) -> None:
+    """Ask every server that answers; `longest` is the longest prompt with its answer, `examples` are prompts.
+
+    The server has no tokenizer of ours to compare with: that its ids mean the same is `iwopd doctor`'s business, where the
+    model's files can be had.
+    """
+    _check_model(scorer, vocab_size, longest)
+    _check_largest_id(scorer, vocab_size)
+    for ids in examples:
+        _check_alignment(scorer, ids)
+
+
+def _check_model(scorer: ServerScorer, vocab_size: int, longest: int) -> None:
+    try:
+        answers = scorer.ask("/v1/models")
+    except TeacherError as error:
+        if "HTTP 404" in str(error):
+            return  # it does not tell
+        raise
+    names: dict[str, str] = {}
+    for url, answer in answers.items():
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        served = {str(card["id"]): card for card in cards or [] if isinstance(card, dict) and "id" in card}
+        if not served:
+            continue
+        names[url] = name = _choose(scorer, url, served)
+        room, ids = served[name].get("max_model_len"), served[name].get("vocab_size")
+        if isinstance(room, int) and room < longest + 1:
+            raise TeacherError(
+                f"the teacher at {url} takes {room} tokens, but a prompt with its answer can have {longest} and the server "
+                "adds one: serve it with a longer context (vLLM: --max-model-len), or lower rollout.max_tokens"
+            )
+        if isinstance(ids, int) and ids < vocab_size:
+            raise TeacherError(
+                f"the teacher at {url} has {ids} ids, the student's tokenizer {vocab_size}: choose a pair of one vocabulary"
+            )
+    if len(set(names.values())) > 1:
+        raise TeacherError(f"the replicas of one teacher serve different models: {names}")
+    scorer.model = next(iter(names.values()), scorer.model)
+
+
+def _choose(scorer: ServerScorer, url: str, served: dict[str, Any]) -> str:
+    wanted = scorer.model
+    if wanted is None and len(served) == 1:
+        return next(iter(served))
+    if wanted is None or wanted not in served:
+        raise TeacherError(
+            f"the teacher at {url} serves {', '.join(sorted(served))}, not {wanted!r}: say with teacher.name which it is"
+            if wanted
+            else f"the teacher at {url} serves several models: choose with teacher.name one of {', '.join(sorted(served))}"
+        )
+    return wanted
+
+
+def _check_largest_id(scorer: ServerScorer, vocab_size: int) -> None:
+    """Servers refuse ids that they do not have."""
+    last = vocab_size - 1
+    try:
+        scorer.score_ids([TokenSequence((0, last), 1)])
+    except TeacherError as error:
+        raise type(error)(f"the largest id of the student's tokenizer, {last}, cannot be scored: {error}") from None
+
+
+def _check_alignment(scorer: ServerScorer, ids: Sequence[int]) -> None:
+    """Let the server draw a token, and have it scored: the same token at the same place must have the same log-prob."""
+    dialect = scorer.dialect
+    for url, answer in scorer.ask(dialect.path, dialect.drawing(scorer.model, ids)).items():
+        drawn = dialect.drawn(answer)
+        sequence = TokenSequence((*ids, drawn.id), len(ids))
+        again = scorer.ask(dialect.path, dialect.scoring(scorer.model, [sequence]))
+        if url not in again:
+            continue  # it went away meanwhile
+        [[score]] = dialect.scores(again[url], [sequence])
+        if abs(score - drawn.logprob) > TOLERANCE:
+            raise TeacherError(
+                f"the teacher at {url} drew id {drawn.id} with log-prob {drawn.logprob:.3f}, and scores it with {score:.3f}: "
+                "its scores are shifted by a token, or taken at another temperature"
+            )

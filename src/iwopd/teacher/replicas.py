@@ -1,0 +1,51 @@
+"""The servers of one teacher: work goes to whoever is free, and one that fails is left out for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+FIRST_REST = 0.25
+LONGEST_REST = 15.0
+_jitter = random.Random()  # not the global one: its state belongs to training, and to checkpoints
+
+
+class Replica:
+    """One server. It outlives a conversation: what was down a step ago is not tried first."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.answered = 0
+        """Requests answered so far."""
+        self._failures = 0
+        self._resting_until = 0.0
+        self._told = False
+
+    @property
+    def resting(self) -> bool:
+        return time.monotonic() < self._resting_until
+
+    async def rested(self) -> None:
+        """Wait until it may be asked again; each waiter a little longer or shorter, so that they do not come all at once."""
+        while self.resting:
+            left = self._resting_until - time.monotonic()
+            await asyncio.sleep(max(0.0, left) * _jitter.uniform(1.0, 1.25) + 0.001)
+
+    def failed(self, why: str, notify: Callable[[str], None]) -> None:
+        """Leave it out: twice as long after every failure, with jitter. Failures of requests sent together count once."""
+        if self.resting:
+            return
+        self._failures += 1
+        rest = min(LONGEST_REST, FIRST_REST * 2 ** min(self._failures - 1, 30))
+        self._resting_until = time.monotonic() + rest * _jitter.uniform(0.5, 1.0)
+        if self._failures == 3:  # a hiccup is not worth a line
+            self._told = True
+            notify(f"the teacher at {self.url} does not answer ({why}); trying on")
+
+    def worked(self, notify: Callable[[str], None]) -> None:
+        self.answered += 1
+        if self._told:
+            notify(f"the teacher at {self.url} answers again")
+        self._failures, self._resting_until, self._told = 0, 0.0, False

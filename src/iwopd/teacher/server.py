@@ -1,0 +1,251 @@
+"""A scorer behind HTTP: any server that returns the log-probs of given token ids, in one or several replicas.
+
+Requests are bounded in number, size and time. Transport errors and 5xx are tried again, elsewhere if there is an elsewhere,
+until `patience` is at its end; a refusal (4xx) or a wrong answer is an error at once. Servers score at temperature 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+import torch
+from torch import Tensor
+
+from iwopd.background import in_background
+from iwopd.teacher.dialects import DIALECTS, TokenSequence
+from iwopd.teacher.errors import TeacherError, TeacherGoneError
+from iwopd.teacher.http import GarbledError, UnreachableError, client, exchange, hide_key, key_headers, parse
+from iwopd.teacher.replicas import Replica
+from iwopd.types import Rollout
+
+MOST_GARBLED = 3
+"""So often may the answer to one request be something else than JSON."""
+BYTES_PER_TOKEN = 2**10
+BYTES_PER_ANSWER = 2**18
+
+Result = TypeVar("Result")
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    urls: tuple[str, ...]
+    """Replicas of one model: scheme, host, port; without `/v1`."""
+    model: str | None = None
+    """What the servers call it; None: the only one they have."""
+    dialect: str = "vllm"
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the key."""
+    max_in_flight: int = 16
+    """Requests under way at a time, for each replica."""
+    tokens_per_request: int = 8192
+    """Short sequences travel together up to so many tokens; a long one goes alone."""
+    request_timeout: float = 300.0
+    """Seconds for one attempt."""
+    patience: float = 600.0
+    """Seconds after which a request that keeps failing is given up."""
+    deadline: float = 7200.0
+    """Seconds for all rollouts of one call."""
+
+
+@dataclass
+class _Request:
+    """Sequences that travel together."""
+
+    rows: list[int]
+    sequences: list[TokenSequence]
+    failing_since: float | None = None
+    garbled: int = 0
+
+    @property
+    def most_bytes(self) -> int:
+        return BYTES_PER_ANSWER + BYTES_PER_TOKEN * sum(len(sequence.ids) for sequence in self.sequences)
+
+
+class ServerScorer:
+    """Log-probs of given rollouts from a server."""
+
+    def __init__(self, settings: ServerSettings, *, name: str = "teacher", notify: Notify = lambda _: None) -> None:
+        self.settings, self.name, self.notify = settings, name, notify
+        self.model = settings.model
+        self.dialect = DIALECTS[settings.dialect]
+        self.replicas = [Replica(url) for url in settings.urls]
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        """Log-probs [T] of each rollout's response tokens, in order."""
+        sequences = [
+            TokenSequence((*rollout.prompt.token_ids, *rollout.response_ids.tolist()), len(rollout.prompt.token_ids))
+            for rollout in rollouts
+        ]
+        return [torch.tensor(values, dtype=torch.float32) for values in self.score_ids(sequences)]
+
+    def score_ids(self, sequences: Sequence[TokenSequence]) -> list[list[float]]:
+        """Log-probs of the ids from `start` on, in order."""
+        scores: list[list[float]] = [[] for _ in sequences]
+        requests = self._requests(sequences)
+        if requests:
+            for rows, values in run_async(self._converse(requests)):
+                for row, row_values in zip(rows, values, strict=True):
+                    scores[row] = row_values
+        return scores
+
+    def _requests(self, sequences: Sequence[TokenSequence]) -> list[_Request]:
+        """Neighbours up to `tokens_per_request` tokens, but enough requests to keep every replica at work."""
+        rows = [row for row, sequence in enumerate(sequences) if sequence.start < len(sequence.ids)]
+        most_rows = max(1, -(-len(rows) // (2 * len(self.replicas)))) if len(self.replicas) > 1 else len(rows)
+        requests: list[_Request] = []
+        room = 0
+        for row in sorted(rows, key=lambda row: -len(sequences[row].ids)):
+            length = len(sequences[row].ids)
+            if not requests or length > room or len(requests[-1].rows) == most_rows:
+                requests.append(_Request([], []))
+                room = self.settings.tokens_per_request
+            requests[-1].rows.append(row)
+            requests[-1].sequences.append(sequences[row])
+            room -= length
+        return requests
+
+    async def _converse(self, requests: list[_Request]) -> list[tuple[list[int], list[list[float]]]]:
+        """Every replica's workers take requests from one queue; what fails goes back into it, for whoever is next."""
+        waiting: asyncio.Queue[_Request] = asyncio.Queue()
+        for request in requests:
+            waiting.put_nowait(request)
+        results: list[tuple[list[int], list[list[float]]]] = []
+        done = asyncio.Event()
+        headers = key_headers(self.settings.api_key_env)
+
+        async def work(replica: Replica, session: httpx.AsyncClient) -> None:
+            while True:
+                await replica.rested()
+                request = await waiting.get()
+                if replica.resting:
+                    waiting.put_nowait(request)
+                    continue
+                scores = await self._attempt(replica, session, headers, request)
+                if scores is None:
+                    waiting.put_nowait(request)
+                    continue
+                results.append((request.rows, scores))
+                if len(results) == len(requests):
+                    done.set()
+
+        async with client(self.settings.urls) as session:
+            count = min(self.settings.max_in_flight, len(requests))
+            workers = [asyncio.create_task(work(replica, session)) for replica in self.replicas for _ in range(count)]
+            finished = asyncio.create_task(done.wait())
+            try:
+                await asyncio.wait([finished, *workers], timeout=self.settings.deadline, return_when=asyncio.FIRST_COMPLETED)
+                for worker in workers:
+                    if worker.done():
+                        worker.result()  # its error
+                if not done.is_set():
+                    raise TeacherGoneError(
+                        f"{self._who} answered {len(results)} of {len(requests)} requests within teacher.deadline "
+                        f"({self.settings.deadline:g} s): raise it, or give the teacher more replicas"
+                    )
+            finally:
+                for task in (finished, *workers):
+                    task.cancel()
+                await asyncio.gather(finished, *workers, return_exceptions=True)
+        return results
+
+    async def _attempt(
+        self, replica: Replica, session: httpx.AsyncClient, headers: dict[str, str], request: _Request
+    ) -> list[list[float]] | None:
+        """The scores; None if it is worth another try."""
+        began = time.monotonic()
+        body = self.dialect.scoring(self.model, request.sequences)
+        try:
+            answer = await self._ask(replica, session, headers, self.dialect.path, body, request.most_bytes)
+            scores = self.dialect.scores(answer, request.sequences)
+        except GarbledError as error:
+            request.garbled += 1
+            if request.garbled == MOST_GARBLED:
+                raise TeacherError(f"{self._who} at {replica.url} answered {MOST_GARBLED} times with what is {error}") from None
+            replica.failed(str(error), self.notify)
+        except UnreachableError as error:
+            replica.failed(str(error), self.notify)
+            request.failing_since = request.failing_since or began
+            if time.monotonic() - request.failing_since >= self.settings.patience:
+                raise TeacherGoneError(
+                    f"{self._who} did not answer for {self.settings.patience:g} s (teacher.patience); the last try, at "
+                    f"{replica.url}: {error}. Start it again, or name another with teacher.urls"
+                ) from None
+        except TeacherGoneError:
+            raise
+        except TeacherError as error:
+            raise type(error)(f"{self._who} at {replica.url}: {error}") from None
+        else:
+            replica.worked(self.notify)
+            return scores
+        return None
+
+    async def _ask(
+        self, replica: Replica, session: httpx.AsyncClient, headers: dict[str, str], path: str, body: Any, most_bytes: int
+    ) -> Any:
+        """The answer of one server to one request, parsed."""
+        seconds = self.settings.request_timeout
+        method = "GET" if body is None else "POST"
+        url = replica.url + path
+        status, content = await exchange(
+            session, method, url, headers=headers, body=body, seconds=seconds, most_bytes=most_bytes
+        )
+        if status == 200:
+            return parse(content)
+        words = hide_key(content.decode(errors="replace"), self.settings.api_key_env)
+        if status >= 500:
+            raise UnreachableError(f"HTTP {status} {words}".strip())
+        if status in (401, 403):
+            variable = self.settings.api_key_env
+            hint = f"the key in {variable} is not the right one" if variable else "name the key's variable: teacher.api_key_env"
+            raise TeacherError(f"it refuses us (HTTP {status} {words}): {hint}")
+        raise TeacherError(f"it refuses {method} {path} (HTTP {status}): {words}")
+
+    def ask(self, path: str, body: Any = None) -> dict[str, Any]:
+        """The answers of all servers that can be reached to one request, by URL; waits for the first, for checks."""
+
+        async def one(replica: Replica, session: httpx.AsyncClient) -> Any:
+            try:
+                headers = key_headers(self.settings.api_key_env)
+                answer = await self._ask(replica, session, headers, path, body, 16 * BYTES_PER_ANSWER)
+            except (UnreachableError, GarbledError) as error:
+                replica.failed(str(error), self.notify)
+                return error
+            replica.worked(self.notify)
+            return answer
+
+        async def tries() -> dict[str, Any]:
+            began, garbled = time.monotonic(), 0
+            async with client(self.settings.urls) as session:
+                while True:
+                    answers = await asyncio.gather(*(one(replica, session) for replica in self.replicas))
+                    there = {r.url: a for r, a in zip(self.replicas, answers, strict=True) if not isinstance(a, Exception)}
+                    if there:
+                        return there
+                    where = f"{self._who} at {', '.join(self.settings.urls)}"
+                    garbled += any(isinstance(answer, GarbledError) for answer in answers)
+                    if garbled == MOST_GARBLED:
+                        raise TeacherError(f"{where} answers {path} with what is {answers[0]}: is it a teacher server?")
+                    if time.monotonic() - began >= self.settings.patience:
+                        raise TeacherGoneError(f"{where} does not answer: {answers[0]}. Start it, or correct teacher.urls")
+                    await self.replicas[0].rested()
+
+        return run_async(tries())
+
+    @property
+    def _who(self) -> str:
+        return f"the teacher {self.name!r}" if self.name != "teacher" else "the teacher"
+
+
+def run_async(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run it to its end from any thread, also where an event loop is running (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    return in_background(lambda: asyncio.run(work)).result()

@@ -1,0 +1,176 @@
+"""A small teacher server for machines without vLLM. It speaks the part of OpenAI's completions that scoring needs, with
+vLLM's `prompt_logprobs` and `return_token_ids`, so that a client need not know which of the two it talks to.
+
+    GET  /health           200 when it is up
+    GET  /v1/models        its one model, with vocab_size and max_model_len
+    POST /v1/completions   log-probs of token ids at temperature 1; it writes one token at most
+
+Without a token it listens on this machine only.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from iwopd.errors import UserError
+from iwopd.teacher.dialects import IMPOSSIBLE
+from iwopd.teacher.http import LOOPBACK
+from iwopd.teacher.serving_model import Scored, ServingModel
+
+MOST_BYTES = 2**26
+"""Of a request."""
+IDLE_SECONDS = 120
+"""After so long without a word a connection is closed."""
+
+
+class ServingError(UserError, RuntimeError):
+    """A server that cannot be started as asked."""
+
+
+class RefusalError(Exception):
+    """A request that is not answered."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class TeacherServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    model: ServingModel
+    """Set before `serve_forever`: the address is taken first, and a model takes long to load."""
+
+    def __init__(self, name: str, *, host: str, port: int, token: str | None) -> None:
+        if token is None and host not in LOOPBACK:
+            raise ServingError(
+                f"listening on {host} would let anybody who reaches this machine use the model: put a secret into the "
+                "environment variable that --token-env names, or listen on 127.0.0.1"
+            )
+        self.name, self.token = name, token
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ServingError(f"cannot listen on {host}:{port}: {error}") from None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.server_address[0]!s}:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_SECONDS
+    server: TeacherServer
+
+    def do_GET(self) -> None:
+        self._answer({"/health": dict, "/v1/models": self._models})
+
+    def do_POST(self) -> None:
+        self._answer({"/v1/completions": self._completions})
+
+    def _answer(self, routes: Mapping[str, Any]) -> None:
+        try:
+            if self.path not in routes:
+                self.close_connection = True  # its body was not read
+                raise RefusalError(404, f"there is no {self.command} {self.path} here")
+            if self.path != "/health":
+                self._check_token()
+            self._send(200, routes[self.path]())
+        except RefusalError as refusal:
+            self._send(refusal.status, {"error": {"message": str(refusal), "code": refusal.status}})
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):
+            self.close_connection = True  # the asker has left
+        except Exception as error:
+            self._send(500, {"error": {"message": f"{type(error).__name__}: {error}", "code": 500}})
+
+    def _check_token(self) -> None:
+        given = self.headers.get("Authorization", "").encode()
+        wanted = self.server.token
+        if wanted is not None and not hmac.compare_digest(given, f"Bearer {wanted}".encode()):
+            self.close_connection = True  # its body was not read
+            raise RefusalError(401, "this server wants a token: Authorization: Bearer ...")
+
+    def _models(self) -> dict[str, Any]:
+        model = self.server.model
+        card = {"id": self.server.name, "object": "model", "owned_by": "iwopd"}
+        return {"object": "list", "data": [{**card, "max_model_len": model.max_length, "vocab_size": model.vocab_size}]}
+
+    def _completions(self) -> dict[str, Any]:
+        request = self._body()
+        sequences, draw = read_request(request, self.server.name, self.server.model)
+        return completion(self.server.name, sequences, self.server.model.score(sequences, draw=draw))
+
+    def _body(self) -> Any:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > MOST_BYTES:
+            self.close_connection = True
+            raise RefusalError(413, f"a request needs a Content-Length of at most {MOST_BYTES}")
+        try:
+            return json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError) as error:
+            raise RefusalError(400, f"the request is not JSON: {error}") from None
+
+    def _send(self, status: int, content: Any) -> None:
+        data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+        try:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        except OSError:
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Requests are not worth a line each."""
+
+
+def read_request(request: Any, name: str, model: ServingModel) -> tuple[list[list[int]], bool]:
+    """Token ids to score, and whether a token more is wanted with its log-prob."""
+    if not isinstance(request, dict):
+        raise RefusalError(400, "a request is a JSON object")
+    if request.get("model") not in (None, name):
+        raise RefusalError(404, f"the model {request['model']!r} is not here, only {name!r}")
+    for key, allowed in (("max_tokens", (0, 1)), ("temperature", (1, None)), ("prompt_logprobs", (0, None)), ("n", (1, None))):
+        if request.get(key) not in allowed:
+            raise RefusalError(400, f"{key} is {request.get(key)!r}; this server only scores, and takes {allowed[0]}")
+    prompt = request.get("prompt")
+    sequences = [prompt] if isinstance(prompt, list) and prompt and not isinstance(prompt[0], list) else prompt
+    if not isinstance(sequences, list) or not sequences:
+        raise RefusalError(400, "prompt must be a list of token ids, or a list of such lists; texts are not taken")
+    for ids in sequences:
+        if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+            raise RefusalError(400, "prompt must be a list of token ids, or a list of such lists, none of them empty")
+        wrong = next((i for i in ids if not 0 <= i < model.vocab_size), None)
+        if wrong is not None:
+            raise RefusalError(400, f"token id {wrong} is out of vocabulary: the model has {model.vocab_size} ids")
+        if len(ids) + 1 > model.max_length:
+            raise RefusalError(
+                400, f"a prompt of {len(ids)} tokens and one more do not fit into the {model.max_length} of the model"
+            )
+    return sequences, request.get("max_tokens") == 1 and request.get("logprobs") is not None
+
+
+def completion(name: str, sequences: list[list[int]], scored: Scored) -> dict[str, Any]:
+    """The answer, in the form of vLLM's."""
+    choices = []
+    for index, (ids, logprobs) in enumerate(zip(sequences, scored.logprobs, strict=True)):
+        if any(math.isnan(value) for value in logprobs):
+            raise RefusalError(422, "the model's log-probs are not numbers: its weights may hold NaN")
+        entries = [{str(i): {"logprob": max(value, IMPOSSIBLE)}} for i, value in zip(ids[1:], logprobs, strict=True)]
+        choice = {"index": index, "text": "", "finish_reason": "length", "logprobs": None, "token_ids": []}
+        choice.update({"prompt_token_ids": ids, "prompt_logprobs": [None, *entries]})
+        if scored.drawn:
+            drawn = scored.drawn[index]
+            choice.update({"token_ids": [drawn.id], "logprobs": {"token_logprobs": [max(drawn.logprob, IMPOSSIBLE)]}})
+        choices.append(choice)
+    count = sum(len(ids) for ids in sequences)
+    usage = {"prompt_tokens": count, "completion_tokens": len(scored.drawn), "total_tokens": count + len(scored.drawn)}
+    return {"object": "text_completion", "model": name, "choices": choices, "usage": usage}

@@ -1,0 +1,110 @@
+"""A model that scores for many askers at once: whatever waits when it is free becomes its next batch."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from iwopd.lm import Sequences
+from iwopd.models import ModelError, load_tokenizer
+from iwopd.teacher.dialects import Drawn
+from iwopd.teacher.local import LocalScorer
+from iwopd.types import Prompt, Rollout
+
+MOST_TOKENS = 2**18
+"""Of one batch: the askers behind it wait no longer than for these."""
+
+
+@dataclass
+class _Job:
+    sequences: list[list[int]]
+    draw: bool
+    future: Future[Scored] = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The answer to one asker."""
+
+    logprobs: list[list[float]]
+    """Of each sequence's second id and all after it."""
+    drawn: list[Drawn]
+    """One more token a sequence, where it was asked for."""
+
+
+class ServingModel:
+    """Log-probs of whole token sequences at temperature 1, from one thread that owns the model."""
+
+    def __init__(self, model: Any, *, vocab_size: int, max_length: int, token_budget: int | None = None) -> None:
+        self.vocab_size, self.max_length = vocab_size, max_length
+        self.scorer = LocalScorer(model, vocab_size=vocab_size, token_budget=token_budget)
+        self.batches = 0
+        self._check_head()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def score(self, sequences: list[list[int]], *, draw: bool = False) -> Scored:
+        """Wait for the scores; called from any thread."""
+        job = _Job(sequences, draw)
+        self._jobs.put(job)
+        return job.future.result()
+
+    def _check_head(self) -> None:
+        """Models that do more to their logits than a product (soft caps) are found out before they score."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.vocab_size, (min(32, self.max_length),), generator=generator)
+        lm = self.scorer.lm
+        lm.check_head(Sequences.build([ids[:1]], [ids[1:]]).to(lm.device))
+
+    def _work(self) -> None:
+        while True:
+            jobs = [self._jobs.get()]
+            while sum(len(ids) for job in jobs for ids in job.sequences) < MOST_TOKENS and not self._jobs.empty():
+                jobs.append(self._jobs.get())
+            self.batches += 1
+            try:
+                scores = iter(self._score([ids for job in jobs for ids in job.sequences]))
+                for job in jobs:
+                    logprobs = [next(scores).tolist() for _ in job.sequences]
+                    job.future.set_result(Scored(logprobs, [self._draw(ids) for ids in job.sequences] if job.draw else []))
+            except Exception as error:  # the askers' business; the thread lives on
+                for job in jobs:
+                    if not job.future.done():
+                        job.future.set_exception(error)
+
+    def _score(self, sequences: Sequence[list[int]]) -> list[Tensor]:
+        return self.scorer.score([_rollout(ids) for ids in sequences])
+
+    @torch.no_grad()
+    def _draw(self, ids: list[int]) -> Drawn:
+        """One more token at temperature 1, with its log-prob: for clients that check whether scores belong to their tokens."""
+        lm = self.scorer.lm
+        logits = lm.model(input_ids=torch.tensor([ids], device=lm.device), use_cache=False).logits[0, -1, : self.vocab_size]
+        logprobs = logits.float().log_softmax(-1)
+        token = int(torch.multinomial(logprobs.exp(), 1))
+        return Drawn(token, float(logprobs[token]))
+
+
+def served_vocabulary(source: str, model: Any) -> int:
+    """Ids that can occur: those of the model's tokenizer where it brings one, else the rows of its output matrix."""
+    rows = int(model.get_output_embeddings().weight.shape[0])
+    folder = Path(source)
+    if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
+        return rows
+    try:
+        return min(rows, len(load_tokenizer(source)))
+    except ModelError:
+        return rows
+
+
+def _rollout(ids: list[int]) -> Rollout:
+    response = torch.tensor(ids[1:], dtype=torch.long)
+    return Rollout(Prompt("", (ids[0],)), response, torch.zeros(len(response)), "length")
