@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from iwopd import algo
+from iwopd.data.fields import parse_filter
 from iwopd.data.teacher_view import PromptTemplate
 from iwopd.errors import UserError
 
@@ -66,8 +67,35 @@ class Models(Section):
         return self
 
 
+class DataSet(Section):
+    """One entry of `data.sets`; what is left empty is as in the named set, or as `data.sets.PromptSet` has it."""
+
+    source: str = Field(description="deepmath, eurus-code, a JSONL or parquet file, a folder of them, or hub:org/name")
+    weight: float = Field(1.0, gt=0, description="share of every step's prompts, relative to the other sets")
+    name: str | None = Field(None, min_length=1, description="begins the ids of its prompts")
+    files: str | None = Field(None, description="pattern of files, e.g. data/train-*.parquet; empty: the training split")
+    revision: str | None = Field(None, description="commit, tag or branch on the hub")
+    prompt_field: str | None = Field(None, description="name of the field with the prompt: a text or a list of messages")
+    messages_field: str | None = Field(None, description="name of the field with a list of messages")
+    answer_field: str | None = Field(None, description="name of the field with the answer; '': not read")
+    id_field: str | None = Field(None, description="name of the field with the id")
+    teacher_field: str | None = Field(None, description="name of the field that names the teacher of a prompt")
+    teacher: str | None = Field(None, description="teacher of the prompts that name none")
+    filter: str | None = Field(None, description="e.g. difficulty >= 6 and topic != 'geometry'")
+    suffix: str | None = Field(None, description="follows the last user message")
+    drop_system: bool | None = Field(None, description="leave system messages out")
+    unique: bool | None = Field(None, description="leave prompts out that occurred before")
+
+    @model_validator(mode="after")
+    def _filter_reads(self) -> Self:
+        if self.filter:
+            parse_filter(self.filter)
+        return self
+
+
 class Data(Section):
     prompts: str | None = Field(None, description="JSONL file of training prompts (not with a world)")
+    sets: list[DataSet] = Field([], description="training sets and their mixture instead of one file, see docs/data.md")
     train_size: int = Field(4096, ge=1, description="training prompts to draw from an embedded world")
     max_prompt_tokens: int = Field(2048, ge=1, description="longer prompts are left out (and counted), never cut")
 
@@ -235,8 +263,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _prompts_exist(self) -> Self:
-        if self.models.world is None and self.data.prompts is None:
-            raise ValueError("without models.world, data.prompts must name a JSONL file of prompts")
+        if self.models.world is None and self.data.prompts is None and not self.data.sets:
+            raise ValueError(
+                "without models.world, data.prompts must name a JSONL file of prompts, or data.sets list some sets"
+            )
+        if self.data.sets and (self.models.world is not None or self.data.prompts is not None):
+            other = "models.world brings its own prompts" if self.models.world is not None else "data.prompts is the short form"
+            raise ValueError(f"data.sets is given, but {other}: leave one of them out")
         return self
 
     @model_validator(mode="after")
@@ -349,6 +382,10 @@ def _explain(fault: Mapping[str, Any]) -> str:
     value = fault.get("input")
     quiet = isinstance(value, Mapping) or value is None or any(part in KEPT_QUIET for part in fault["loc"])
     given = "" if quiet else f" (given: {json.dumps(value, default=str)})"
+    if fault.get("type") == "extra_forbidden":  # inside a list: `_refuse_unknown` sees lists as one value
+        known = {field for section in Section.__subclasses__() for field in section.model_fields}
+        near = difflib.get_close_matches(name.rpartition(".")[2], sorted(known), n=1)
+        message = "there is no such setting" + (f"; did you mean {near[0]!r}?" if near else "")
     return f"{name}: {message}{given}" if name else message
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from iwopd.data.sources import Release, records
 from iwopd.errors import UserError
 from iwopd.eval.catalog import MATH_SUFFIX, SPECS, TaskSpec, find_task, load_task
 from iwopd.eval.checkers import exact_checker, math_checker
-from iwopd.eval.sources import Release, records
 from iwopd.types import Prompt
 from models import byte_tokenizer
 from shared_data import shared

@@ -1,89 +1,29 @@
-"""Prompt sources and their order: a JSONL file for any model, and the same order for every method and after every resume.
+"""The prompts of one JSONL file, and the order of prompts: the same for every method and after every resume.
 
-Schema of a line: `{"id": …, "prompt": … or "messages": […], "answer": …, "teacher": …}`; `id` defaults to the line's
-number, `answer` and `teacher` may be absent. `prompt` becomes one user message.
+Schema of a line: `{"id": …, "prompt": … or "messages": […], "answer": …, "teacher": …}`; `id` defaults to the record's
+number, `answer` and `teacher` may be absent. `prompt` becomes one user message. Other fields and sources: `data/sets.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from iwopd.data.chat import ChatError, render
-from iwopd.errors import UserError
+from iwopd.data.fields import DataError
+from iwopd.data.sets import LoadedPrompts, PromptSet, load_set
 from iwopd.types import Prompt
 
-
-class DataError(UserError, ValueError):
-    """A data file that cannot be used, with the line and the field."""
-
-
-@dataclass(frozen=True)
-class LoadedPrompts:
-    prompts: list[Prompt]
-    too_long: int
-    """Left out because they have more tokens than allowed."""
+__all__ = ["DataError", "LoadedPrompts", "MixedOrder", "PromptOrder", "load_prompts"]
 
 
 def load_prompts(path: Path, tokenizer: Any, max_tokens: int) -> LoadedPrompts:
-    """Read a JSONL file and render it with the tokenizer's chat template, thinking off; over-long prompts are left out."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand inside a JSON string
-    except OSError as error:
-        raise DataError(f"cannot read prompts from {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error}") from None
-    prompts, too_long = [], 0
-    seen: set[str] = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        prompt = _prompt(line, f"{path}, line {number}", str(number), tokenizer)
-        if prompt.id in seen:
-            raise DataError(f"{path}, line {number}: the id {prompt.id!r} occurs twice")
-        seen.add(prompt.id)
-        if len(prompt.token_ids) > max_tokens:
-            too_long += 1
-        else:
-            prompts.append(prompt)
-    if not prompts:
-        why = f"all {too_long} are longer than {max_tokens} tokens" if too_long else "it has no lines"
-        raise DataError(f"{path} has no usable prompts: {why}")
-    return LoadedPrompts(prompts, too_long)
-
-
-def _prompt(line: str, where: str, default_id: str, tokenizer: Any) -> Prompt:
-    try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}") from None
-    if not isinstance(item, dict):
-        raise DataError(f"{where}: expected an object, got {type(item).__name__}")
-    messages = item.get("messages")
-    if messages is None:
-        if not isinstance(item.get("prompt"), str):
-            raise DataError(f"{where}: needs a string 'prompt' or a list 'messages'; it has {sorted(item)}")
-        messages = [{"role": "user", "content": item["prompt"]}]
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
-        raise DataError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
-    try:
-        text, ids = render(tokenizer, messages)
-    except ChatError as error:
-        raise DataError(f"{where}: {error}") from None
-    answer = item.get("answer")
-    return Prompt(
-        id=str(item.get("id", default_id)),
-        token_ids=ids,
-        text=text,
-        answer=None if answer is None else str(answer),
-        teacher=item.get("teacher"),
-        metadata={**item, "messages": messages},
-    )
+    """Read a file and render it with the tokenizer's chat template, thinking off; over-long prompts are left out."""
+    if not path.is_file():
+        raise DataError(f"cannot read prompts from {path}: there is no such file")
+    return load_set(PromptSet(str(path)), tokenizer, max_tokens)
 
 
 class PromptOrder:
@@ -93,12 +33,14 @@ class PromptOrder:
     epoch's shuffle.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int, name: str = "") -> None:
         if len(prompts) < per_step:
-            raise DataError(f"there are {len(prompts)} training prompts, fewer than the {per_step} of one step")
+            whose = f"{name!r} has" if name else "there are"
+            raise DataError(f"{whose} {len(prompts)} training prompts, fewer than the {per_step} of one step")
         self.prompts = list(prompts)
         self.per_step = per_step
         self.seed = seed
+        self.name = name
 
     @property
     def steps_per_epoch(self) -> int:
@@ -108,12 +50,58 @@ class PromptOrder:
         """The prompts of a step, counted from 1."""
         epoch, place = divmod(step - 1, self.steps_per_epoch)
         order = list(range(len(self.prompts)))
-        random.Random(f"order:{self.seed}:{epoch}").shuffle(order)
+        salt = f":{self.name}" if self.name else ""
+        random.Random(f"order:{self.seed}:{epoch}{salt}").shuffle(order)
         return [self.prompts[row] for row in order[place * self.per_step : (place + 1) * self.per_step]]
 
     def fingerprint(self) -> str:
         """Hash of all prompts in their given order: tells whether a resumed run has the same data."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
-            digest.update(repr((prompt.id, prompt.token_ids)).encode())
+            about = (prompt.id, prompt.token_ids, *([prompt.teacher] if prompt.teacher else []))
+            digest.update(repr(about).encode())
         return digest.hexdigest()[:16]
+
+
+class MixedOrder:
+    """Several sets, each in an order of its own: every step has the same number of prompts of each.
+
+    The numbers are the step's prompts shared out by weight (largest remainder). A set that runs out starts its next epoch, with
+    a new shuffle, while larger ones are still in their first. Like `PromptOrder`, a batch is a function of seed and step.
+    """
+
+    def __init__(self, sets: Sequence[tuple[LoadedPrompts, float]], per_step: int, seed: int) -> None:
+        counts = share_out(per_step, [weight for _, weight in sets])
+        for (loaded, weight), count in zip(sets, counts, strict=True):
+            if count == 0:
+                raise DataError(
+                    f"{loaded.name!r} has weight {weight:g} and so no prompt in a step of {per_step}: raise its weight or "
+                    "rollout.prompts_per_step, or leave it out"
+                )
+        self.orders = [
+            PromptOrder(loaded.prompts, count, seed, loaded.name) for (loaded, _), count in zip(sets, counts, strict=True)
+        ]
+        self.per_step = per_step
+        self.seed = seed
+
+    def batch(self, step: int) -> list[Prompt]:
+        """The prompts of a step, counted from 1, the sets shuffled into one another."""
+        prompts = [prompt for order in self.orders for prompt in order.batch(step)]
+        random.Random(f"mix:{self.seed}:{step}").shuffle(prompts)
+        return prompts
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for order in self.orders:
+            digest.update(repr((order.name, order.per_step, order.fingerprint())).encode())
+        return digest.hexdigest()[:16]
+
+
+def share_out(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to the weights that add up to the total; the first of equal remainders wins."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    return counts

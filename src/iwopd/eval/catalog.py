@@ -24,9 +24,9 @@ from typing import Any
 
 from iwopd import tiny
 from iwopd.data.chat import ChatError, encode, render
+from iwopd.data.sources import Hub, Local, Release, Source, local_copy, records
 from iwopd.errors import UserError
 from iwopd.eval.checkers import code_checker, exact_checker, math_checker
-from iwopd.eval.sources import Hub, Local, Release, Source, local_copy, records
 from iwopd.eval.task import Checker, Task, one_by_one
 from iwopd.types import Prompt
 

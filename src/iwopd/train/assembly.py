@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from accelerate.utils import set_seed
 
 from iwopd import tiny
 from iwopd.config import Config, ConfigError
-from iwopd.data.prompts import PromptOrder, load_prompts
+from iwopd.data.prompts import DataError, MixedOrder, PromptOrder, load_prompts
+from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
 from iwopd.lm import ResponseModel
@@ -26,7 +27,6 @@ from iwopd.teacher.scorer import Scorer
 from iwopd.train.learner import Learner
 from iwopd.train.ranks import Ranks
 from iwopd.train.teachers import build_teacher
-from iwopd.types import Prompt
 
 Notify = Callable[[str], None]
 
@@ -37,7 +37,7 @@ class Parts:
 
     tokenizer: Any
     student: Any
-    order: PromptOrder
+    order: PromptOrder | MixedOrder
     sampler: Sampler
     eval_samplers: dict[str, Sampler]
     """By task."""
@@ -59,7 +59,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
     world = _world(config, progress)
     tokenizer, student, teacher = _models(config, world, accelerator.device)
     vocab_size = len(tokenizer)
-    prompts = _prompts(config, world, tokenizer, notify)
+    order = prompt_order(config, world, tokenizer, notify)
     stops = stop_ids(tokenizer, student)
     max_tokens = config.rollout.max_tokens or (world.max_response_tokens if world else 0)
     if not max_tokens:
@@ -84,7 +84,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
     return Parts(
         tokenizer=tokenizer,
         student=student,
-        order=PromptOrder(prompts, config.rollout.prompts_per_step, config.seed),
+        order=order,
         sampler=sampler(max_tokens, config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
         eval_samplers={task.name: sampler(task.max_tokens, task.temperature) for task in tasks},
         student_scorer=scorer(student, autocast=accelerator.autocast),
@@ -144,13 +144,33 @@ def _reference(config: Config, world: tiny.World | None, tokenizer: Any, device:
     return model
 
 
-def _prompts(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> Sequence[Prompt]:
+def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> PromptOrder | MixedOrder:
+    """Which prompts each step gets, from the world, the one file, or the sets."""
+    per_step = config.rollout.prompts_per_step
     if world is not None:
-        return world.prompts(config.data.train_size)
-    loaded = load_prompts(Path(str(config.data.prompts)), tokenizer, config.data.max_prompt_tokens)
-    if loaded.too_long:
-        notify(f"{loaded.too_long} prompts have more than {config.data.max_prompt_tokens} tokens and are left out")
-    return loaded.prompts
+        return PromptOrder(world.prompts(config.data.train_size), per_step, config.seed)
+    loaded = training_sets(config, tokenizer)
+    for item in loaded:
+        if item.too_long or item.filtered or item.duplicates or len(loaded) > 1:
+            notify(item.summary(config.data.max_prompt_tokens))
+    if len(loaded) == 1:
+        return PromptOrder(loaded[0].prompts, per_step, config.seed)
+    return MixedOrder(
+        [(item, given.weight) for item, given in zip(loaded, config.data.sets, strict=True)], per_step, config.seed
+    )
+
+
+def training_sets(config: Config, tokenizer: Any) -> list[LoadedPrompts]:
+    """The file of `data.prompts`, or every set of `data.sets`, read and rendered."""
+    most = config.data.max_prompt_tokens
+    if not config.data.sets:
+        return [load_prompts(Path(str(config.data.prompts)), tokenizer, most)]
+    chosen = [prompt_set(**item.model_dump(exclude_none=True, exclude={"weight"})) for item in config.data.sets]
+    names = [item.name for item in chosen]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"two sets of data.sets are called {twice!r}: give one of them another name")
+    return [load_set(item, tokenizer, most) for item in chosen]
 
 
 def _tasks(config: Config, world: tiny.World | None, tokenizer: Any, max_tokens: int) -> list[Task]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,9 @@ from iwopd import tiny
 from iwopd.analysis.probe.result import ProbeError
 from iwopd.data.chat import encode
 from iwopd.data.prompts import load_prompts
+from iwopd.data.sources import Local, local_copy, records
 from iwopd.eval.catalog import TaskSpec, find_task, load_task
 from iwopd.eval.checkers import exact_checker, math_checker
-from iwopd.eval.sources import Local, local_copy, records
 from iwopd.eval.task import Checker, one_by_one
 from iwopd.models import check_same_tokenizer, check_vocabulary, load_model, load_tokenizer
 from iwopd.tiny.task import right_solution
@@ -167,16 +166,15 @@ def _task_solutions(spec: TaskSpec, data: Path | None) -> dict[str, str]:
 
 
 def _file_solutions(path: Path) -> dict[str, str]:
-    """`solution` of every line that has one; the file was read before, so its lines are objects."""
+    """`solution` of every record that has one, by the ids that `load_prompts` gives."""
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if line.strip():
-            item = json.loads(line)
-            solution = item.get("solution")
-            if solution is not None and not isinstance(solution, str):
-                raise ProbeError(f"{path}, line {number}: 'solution' must be a text, got {type(solution).__name__}")
-            if solution:
-                found[str(item.get("id", number))] = solution
+    for number, (where, item) in enumerate(records(path), start=1):
+        solution = item.get("solution")
+        if solution is not None and not isinstance(solution, str):
+            raise ProbeError(f"{where}: 'solution' must be a text, got {type(solution).__name__}")
+        if solution:
+            id_ = item.get("id")
+            found[str(number if id_ is None else id_)] = solution
     return found
 
 

@@ -1,0 +1,77 @@
+"""Fields of a record by name, and the small language of filters: `difficulty >= 6 and topic != 'geometry'`."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from iwopd.errors import UserError
+
+
+class DataError(UserError, ValueError):
+    """Data that cannot be used, with the line and the field."""
+
+
+OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+    "in": lambda value, many: value in many,
+}
+
+
+def lookup(item: Mapping[str, Any], name: str) -> Any:
+    """The value of a field, or None; dots lead into nested records (`reward_model.ground_truth`)."""
+    if name in item:
+        return item[name]
+    value: Any = item
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+@dataclass(frozen=True)
+class Condition:
+    field: str
+    operator: str
+    value: Any
+
+    def holds(self, item: Mapping[str, Any], where: str) -> bool:
+        """Whether a record meets it. An empty field meets no condition; a field that no record could have is an error."""
+        if self.field not in item and self.field.partition(".")[0] not in item:
+            raise DataError(f"{where}: the filter asks for the field {self.field!r}; the record has {sorted(item)}")
+        value = lookup(item, self.field)
+        if value is None:
+            return False
+        try:
+            return bool(OPERATORS[self.operator](value, self.value))
+        except TypeError:
+            raise DataError(
+                f"{where}: the filter compares {self.field} = {value!r} ({type(value).__name__}) with {self.value!r} "
+                f"({type(self.value).__name__})"
+            ) from None
+
+
+def parse_filter(text: str) -> tuple[Condition, ...]:
+    """Conditions `field operator value`, joined by `and`. Values are numbers, quoted texts or lists of them."""
+    conditions = []
+    for part in re.split(r"\s+and\s+", text.strip()):
+        match = re.fullmatch(r"([\w.-]+)\s*(>=|<=|==|!=|>|<|\bin\b)\s*(.+)", part)
+        if match is None:
+            raise DataError(f"cannot read the filter {part!r}; it looks like: difficulty >= 6 and ability == 'code'")
+        name, sign, literal = match.groups()
+        try:
+            value = ast.literal_eval(literal)
+        except (ValueError, SyntaxError):
+            raise DataError(f"filter {part!r}: {literal} is no number, quoted text or list; texts need quotes") from None
+        if sign == "in" and not isinstance(value, (list, tuple)):
+            raise DataError(f"filter {part!r}: behind 'in' stands a list, e.g. {name} in [{literal}]")
+        conditions.append(Condition(name, sign, value))
+    return tuple(conditions)
