@@ -84,6 +84,11 @@ class MixedOrder:
         self.per_step = per_step
         self.seed = seed
 
+    @property
+    def prompts(self) -> list[Prompt]:
+        """All sets', one behind the other."""
+        return [prompt for order in self.orders for prompt in order.prompts]
+
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of a step, counted from 1, the sets shuffled into one another."""
         prompts = [prompt for order in self.orders for prompt in order.batch(step)]

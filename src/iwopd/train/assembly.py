@@ -88,7 +88,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         sampler=sampler(max_tokens, config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
         eval_samplers={task.name: sampler(task.max_tokens, task.temperature) for task in tasks},
         student_scorer=scorer(student, autocast=accelerator.autocast),
-        teacher_scorer=build_teacher(config, tokenizer, prompts, max_tokens, local_teacher),
+        teacher_scorer=build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher),
         reference_scorer=None if reference is None else scorer(reference),
         learner=Learner(lm, config.optim, config.method, accelerator, ranks),
         tasks=tasks,
