@@ -180,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--length", type=int, default=96, help="longest response")
-    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--chunks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--cores", default="", help="two cores, e.g. 0,1")
     parser.add_argument("--cpu-time", action="store_true", help="compute the times from CPU seconds")
