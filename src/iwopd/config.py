@@ -227,17 +227,11 @@ class Config(Section):
     data: Data = Data()
     method: Method = Method()
     rollout: RolloutSettings = RolloutSettings()
-    teacher: Teacher = Teacher()
     optim: Optim = Optim()
     eval: Eval = Eval()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    teacher: Teacher = Teacher()
     tracking: Tracking = Tracking()
-
-    @model_validator(mode="after")
-    def _prompts_exist(self) -> Self:
-        if self.models.world is None and self.data.prompts is None:
-            raise ValueError("without models.world, data.prompts must name a JSONL file of prompts")
-        return self
 
     @model_validator(mode="after")
     def _servers_score_at_one(self) -> Self:
@@ -246,6 +240,12 @@ class Config(Section):
                 f"rollout.temperature is {self.rollout.temperature}, but teacher servers score at temperature 1, and log-probs "
                 "of two temperatures make no gap: sample at 1, or use a local teacher"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_exist(self) -> Self:
+        if self.models.world is None and self.data.prompts is None:
+            raise ValueError("without models.world, data.prompts must name a JSONL file of prompts")
         return self
 
 

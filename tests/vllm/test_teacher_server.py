@@ -48,7 +48,7 @@ def test_what_vllm_does_not_have_is_found_out_before_training(vllm_server: str, 
         remote = ServerScorer(ServerSettings((vllm_server,), model=model, patience=30.0))
         check_server(remote, vocab_size=vocab_size, longest=longest, examples=[])
 
-    with pytest.raises(TeacherError, match="say with teacher.name which it is"):
+    with pytest.raises(TeacherError, match=r"say with teacher\.name which it is"):
         check(model="another")
     with pytest.raises(TeacherError, match="serve it with a longer context"):
         check(longest=10**7)
