@@ -146,7 +146,7 @@ def hostile_teacher(
             elif mood == "no echo":
                 del choice["prompt_token_ids"]
             elif mood == "a list":
-                answer = []
+                return self.send(200, b"[]")
             elif mood == "deep":
                 return self.send(200, b"[" * 200_000)
             elif mood != "honest":

@@ -148,7 +148,7 @@ class RolloutSettings(Section):
         "keep", description="rollouts cut off by max_tokens: train on them or not"
     )
     chunks: int | None = Field(
-        None, ge=1, description="the teacher scores one chunk while the next is written; empty: 4 with a server, else 1 (off)"
+        None, ge=1, description="the teacher scores one chunk while the next is written; empty: 2 with a server, else 1 (off)"
     )
 
 
@@ -255,10 +255,10 @@ class Config(Section):
     data: Data = Data()
     method: Method = Method()
     rollout: RolloutSettings = RolloutSettings()
-    teacher: Teacher = Teacher()
     optim: Optim = Optim()
     eval: Eval = Eval()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    teacher: Teacher = Teacher()
     tracking: Tracking = Tracking()
 
     @model_validator(mode="after")

@@ -73,9 +73,8 @@ def train(
         for step in range(done.step + 1, config.steps + 1):
             clock = Clock()
             prompts = parts.order.batch(step)
-            written = write_step(
-                parts, prompts, seed=config.seed, step=step, samples=config.rollout.samples, chunks=chunks(config)
-            )
+            writing = {"seed": config.seed, "step": step, "samples": config.rollout.samples, "chunks": chunks(config)}
+            written = write_step(prompts, parts.sampler, parts.teacher_scorer, parts.ranks, **writing)
             rollouts = written.rollouts
             clock.lap("rollout")
             scored, floored = _score(config, parts, written)

@@ -6,7 +6,7 @@ Worth it where the teacher computes elsewhere (a server); in one process both wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,10 +14,10 @@ from itertools import pairwise
 from torch import Tensor
 
 from iwopd.background import in_background
-from iwopd.train.assembly import Parts
+from iwopd.rollout.sampler import Sampler
+from iwopd.teacher.scorer import Scorer
+from iwopd.train.ranks import Ranks
 from iwopd.types import Prompt, Rollout
-
-Score = Callable[[Sequence[Rollout]], list[Tensor]]
 
 
 @dataclass
@@ -26,7 +26,8 @@ class Written:
 
     rollouts: list[Rollout]
     """Of all ranks."""
-    _parts: Parts
+    _scorer: Scorer
+    _ranks: Ranks
     _pending: list[Future[list[Tensor]]] | None
     """Of this rank's rollouts, chunk by chunk; None: nothing was begun."""
     _samples: int
@@ -34,29 +35,38 @@ class Written:
 
     def teacher_logprobs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """Log-probs [T] of some of the step's rollouts. Called by all ranks together; waits for the teacher."""
-        ranks, scorer = self._parts.ranks, self._parts.teacher_scorer
         pending = self._pending
         if pending is None:  # no overlap: only what is asked for is scored
-            return ranks.share(rollouts, scorer.score)
+            return self._ranks.share(rollouts, self._scorer.score)
         prompts = range(len(self.rollouts) // self._samples)
-        scores = ranks.share(prompts, lambda _: [score for chunk in pending for score in chunk.result()])
+        scores = self._ranks.share(prompts, lambda _: [score for chunk in pending for score in chunk.result()])
         by_rollout = {id(rollout): score for rollout, score in zip(self.rollouts, scores, strict=True)}
         return [by_rollout[id(rollout)] for rollout in rollouts]
 
 
-def write_step(parts: Parts, prompts: Sequence[Prompt], *, seed: int, step: int, samples: int, chunks: int) -> Written:
+def write_step(
+    prompts: Sequence[Prompt],
+    sampler: Sampler,
+    scorer: Scorer,
+    ranks: Ranks,
+    *,
+    seed: int,
+    step: int,
+    samples: int = 1,
+    chunks: int = 1,
+) -> Written:
     """Rollouts of all prompts, each rank writing its share; with several chunks the teacher begins while others are written."""
     pending: list[Future[list[Tensor]]] = []
 
     def work(mine: Sequence[Prompt]) -> list[Rollout]:
         rollouts: list[Rollout] = []
         for chunk in cut(mine, chunks):
-            rollouts += (written := parts.sampler.sample(chunk, seed=seed, step=step, samples=samples))
+            rollouts += (written := sampler.sample(chunk, seed=seed, step=step, samples=samples))
             if chunks > 1:
-                pending.append(_after(pending[-1] if pending else None, parts.teacher_scorer.score, written))
+                pending.append(_after(pending[-1] if pending else None, scorer, written))
         return rollouts
 
-    return Written(parts.ranks.share(prompts, work), parts, pending if chunks > 1 else None, samples)
+    return Written(ranks.share(prompts, work), scorer, ranks, pending if chunks > 1 else None, samples)
 
 
 def cut(prompts: Sequence[Prompt], count: int) -> list[Sequence[Prompt]]:
@@ -66,12 +76,12 @@ def cut(prompts: Sequence[Prompt], count: int) -> list[Sequence[Prompt]]:
     return [prompts[first:last] for first, last in pairwise(borders)]
 
 
-def _after(previous: Future[list[Tensor]] | None, score: Score, rollouts: list[Rollout]) -> Future[list[Tensor]]:
+def _after(previous: Future[list[Tensor]] | None, scorer: Scorer, rollouts: list[Rollout]) -> Future[list[Tensor]]:
     """Score beside the main thread, chunk after chunk: a scorer is not asked twice at once."""
 
     def work() -> list[Tensor]:
         if previous is not None:
             previous.result()  # a teacher that failed is not asked again
-        return score(rollouts)
+        return scorer.score(rollouts)
 
     return in_background(work)

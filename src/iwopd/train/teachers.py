@@ -17,7 +17,8 @@ from iwopd.types import Prompt
 
 EXAMPLES = 4
 """Prompts on which a server is tried out."""
-SERVER_CHUNKS = 4
+SERVER_CHUNKS = 2
+"""The teacher's second half then hides behind the student's own log-probs; more chunks cost more in sampling than they hide."""
 
 LocalTeacher = Callable[[str | None], Scorer]
 """Loads the model of a local teacher; None is the default one."""

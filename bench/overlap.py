@@ -1,0 +1,237 @@
+"""Overlap of rollouts and teacher: the time of a whole step with and without it, the teacher a server in a second process.
+
+    python bench/overlap.py                # about five minutes
+    python bench/overlap.py --cores 2,3    # pin the two processes to these cores (default: the first two)
+    python bench/overlap.py --cpu-time     # on a machine that others use too; Linux
+
+One thread a process in both modes, each process on a core of its own. Random models: student 256 wide with 4 layers,
+teacher 384 wide with as many layers as make its scoring take as long as the student's rollouts (found by trying). A step is
+rollouts, scores, old log-probs, signal and update. Sequential and overlapped steps alternate; the figures are medians and
+minima over the rounds. Other load on the machine makes them worthless: the load is printed. With `--cpu-time` nothing runs at
+the same time: the CPU seconds of every chunk are measured in both processes, and the step's time on two free cores is
+computed from them (the teacher's chunk k begins when it is written and chunk k-1 is scored). That is a model, not a clock.
+
+Exit code 1 if an overlapped step takes more than 80 % of a sequential one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+BAR = 0.8
+VOCAB, PROMPT_TOKENS, TEACHER_WIDTH = 2048, 32, 384
+FIRST_LAYERS = 4
+
+
+def make_model(width: int, layers: int) -> Any:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(width)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    return Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def teacher_server(layers: int, core: int | None) -> Iterator[tuple[str, int]]:
+    """URL and id of a server in a process of its own, on its own core."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(TEACHER_WIDTH, layers).save_pretrained(folder)
+        command = [sys.executable, "-m", "iwopd", "serve-teacher", folder, "--port", "0", "--threads", "1", "--name", "teacher"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        try:
+            if core is not None:
+                os.sched_setaffinity(process.pid, {core})  # its threads do not exist yet, and will inherit it
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"at (http://\S+) ", line)
+            if found is None:
+                raise SystemExit(f"the server did not start: {line}")
+            yield found[1], process.pid
+        finally:
+            process.terminate()
+            process.wait()
+
+
+class Bench:
+    """A student that can make steps with a teacher at a URL."""
+
+    def __init__(self, prompts: int, length: int) -> None:
+        import torch
+        from accelerate import Accelerator
+
+        from iwopd.config import Method, Optim
+        from iwopd.lm import ResponseModel
+        from iwopd.rollout.local import LocalSampler
+        from iwopd.rollout.sampling import SamplingSettings
+        from iwopd.teacher.local import LocalScorer
+        from iwopd.train.learner import Learner
+        from iwopd.train.ranks import Ranks
+
+        torch.set_num_threads(1)
+        self.prompts = prompts
+        self.generator = torch.Generator().manual_seed(0)
+        student = make_model(256, 4)
+        self.ranks = Ranks()
+        self.sampler = LocalSampler(student, SamplingSettings(length))
+        self.old_scorer = LocalScorer(student)
+        method = Method(weights="cumulative-share")
+        self.learner = Learner(ResponseModel(student), Optim(lr=1e-6), method, Accelerator(cpu=True), self.ranks)
+        self.number = 0
+
+    def batch(self) -> list[Any]:
+        import torch
+
+        from iwopd.types import Prompt
+
+        self.number += 1
+        ids = torch.randint(6, VOCAB, (self.prompts, PROMPT_TOKENS), generator=self.generator).tolist()
+        return [Prompt(f"{self.number}/{row}", tuple(row_ids)) for row, row_ids in enumerate(ids)]
+
+    def stages(self, scorer: Any, server: int, *, cpu_time: bool, rounds: int = 3) -> tuple[float, float]:
+        """Seconds of rollouts and of the teacher's scores, one after the other: the fastest of some rounds."""
+        written, scored = [], []
+        for _ in range(rounds):
+            start = time.process_time() if cpu_time else time.perf_counter()
+            rollouts = self.sampler.sample(self.batch(), seed=0, step=self.number)
+            written.append((time.process_time() if cpu_time else time.perf_counter()) - start)
+            start = cpu_seconds(server) if cpu_time else time.perf_counter()
+            scorer.score(rollouts)
+            scored.append((cpu_seconds(server) if cpu_time else time.perf_counter()) - start)
+        return min(written), min(scored)
+
+    def critical_path(self, scorer: Any, server: int, chunks: int) -> float:
+        """Seconds that one whole step would take on two free cores, from the CPU seconds of its parts."""
+        from iwopd.train.pipeline import cut
+
+        rollouts, scores = [], []
+        student_done = teacher_done = 0.0
+        for chunk in cut(self.batch(), chunks):
+            begin = time.process_time()
+            rollouts += (written := self.sampler.sample(chunk, seed=0, step=self.number))
+            asked = time.process_time()
+            before = cpu_seconds(server)
+            scores += scorer.score(written)
+            student_done += asked - begin
+            teacher_done = max(student_done, teacher_done) + cpu_seconds(server) - before
+            student_done += time.process_time() - asked  # talking to the server takes the student's core
+            teacher_done = max(teacher_done, student_done)
+        begin = time.process_time()
+        old = self.learner.old_logprobs(rollouts) or self.old_scorer.score(rollouts)
+        middle = time.process_time()
+        self.update(rollouts, old, scores)
+        if chunks == 1:
+            return teacher_done + time.process_time() - begin
+        return max(teacher_done, student_done + middle - begin) + time.process_time() - middle
+
+    def step(self, scorer: Any, chunks: int) -> float:
+        """Seconds of one whole step."""
+        from iwopd.train.pipeline import write_step
+
+        prompts = self.batch()
+        start = time.perf_counter()
+        written = write_step(prompts, self.sampler, scorer, self.ranks, seed=0, step=self.number, chunks=chunks)
+        rollouts = written.rollouts
+        old = self.learner.old_logprobs(rollouts) or self.old_scorer.score(rollouts)
+        self.update(rollouts, old, written.teacher_logprobs(rollouts))
+        return time.perf_counter() - start
+
+    def update(self, rollouts: list[Any], old: list[Any], scores: list[Any]) -> None:
+        from iwopd.algo.signal import training_signal
+        from iwopd.types import ScoredRollout, TokenBatch
+
+        batch = TokenBatch.collate([ScoredRollout(*items) for items in zip(rollouts, old, scores, strict=True)])
+        signal = training_signal(batch.teacher_logprobs, batch.old_logprobs, batch.mask, weights="cumulative-share")
+        self.learner.update(batch, signal, seed=0, step=self.number)
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--length", type=int, default=96, help="longest response")
+    parser.add_argument("--chunks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--cores", default="", help="two cores, e.g. 0,1")
+    parser.add_argument("--cpu-time", action="store_true", help="compute the times from CPU seconds")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    cores = _cores(options.cores)
+    if cores:
+        os.sched_setaffinity(0, {cores[0]})
+
+    from iwopd.teacher.server import ServerScorer, ServerSettings
+
+    bench = Bench(options.prompts, options.length)
+    place = cores[1] if cores else None
+    layers = FIRST_LAYERS
+    for _ in range(3):
+        with teacher_server(layers, place) as (url, process):
+            rollout, teacher = bench.stages(ServerScorer(ServerSettings((url,))), process, cpu_time=options.cpu_time)
+        print(f"teacher of {layers} layers: rollouts {rollout:.2f} s, scores {teacher:.2f} s", flush=True)
+        if abs(teacher / rollout - 1) < 0.1:
+            break
+        layers = max(1, round(layers * rollout / teacher))
+    seconds: dict[int, list[float]] = {1: [], options.chunks: []}
+    with teacher_server(layers, place) as (url, process):
+        scorer = ServerScorer(ServerSettings((url,)))
+        for chunks in seconds:
+            bench.step(scorer, chunks)  # warm up
+        for _ in range(options.rounds):
+            for chunks, times in seconds.items():
+                path = bench.critical_path(scorer, process, chunks) if options.cpu_time else bench.step(scorer, chunks)
+                times.append(path)
+        rollout, teacher = bench.stages(scorer, process, cpu_time=options.cpu_time)
+    print(f"stages, one after the other: rollouts {rollout:.2f} s, scores {teacher:.2f} s; load {os.getloadavg()[0]:.1f}")
+    print("| step | median s | fastest s |\n| --- | --- | --- |")
+    print(_row("sequential", seconds[1]))
+    print(_row(f"overlapped, {options.chunks} chunks", seconds[options.chunks]))
+    ratios = [measure(seconds[options.chunks]) / measure(seconds[1]) for measure in (statistics.median, min)]
+    print(f"overlapped / sequential: {ratios[0]:.2f} (medians), {ratios[1]:.2f} (fastest); the bar is {BAR}")
+    sys.exit(ratios[0] > BAR)
+
+
+def _row(name: str, times: Sequence[float]) -> str:
+    return f"| {name} | {statistics.median(times):.2f} | {min(times):.2f} |"
+
+
+def _cores(text: str) -> list[int]:
+    """Two cores to pin to; none where the system cannot pin or has only one."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    chosen = [int(word) for word in text.split(",")] if text else sorted(os.sched_getaffinity(0))[:2]
+    return chosen if len(chosen) == 2 else []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The client of teacher servers against a real vLLM server. Runs in vLLM's environment (`make test-vllm`), skipped elsewhere.
+
+`vllm_server` is the server's URL and `vllm_folder` the model that it serves (tests/vllm/conftest.py): its output matrix has
+more rows than its tokenizer ids, and a server's softmax goes over all of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from iwopd.models import load_model
+from iwopd.teacher.checks import check_server
+from iwopd.teacher.errors import TeacherError
+from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.server import ServerScorer, ServerSettings
+from iwopd.types import Prompt, Rollout
+
+pytest.importorskip("vllm")
+
+
+def rollouts(vocab: int, count: int) -> list[Rollout]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for number in range(count):
+        ids = torch.randint(vocab, (4 + 5 * (number % 9),), generator=generator)
+        prompt = torch.randint(vocab, (1 + number % 7,), generator=generator).tolist()
+        made.append(Rollout(Prompt(str(number), tuple(prompt)), ids, torch.zeros(len(ids)), "length"))
+    return made
+
+
+def test_vllms_scores_are_those_of_transformers(vllm_server: str, vllm_folder: Path) -> None:
+    model = load_model(vllm_folder)
+    rows = int(model.get_output_embeddings().weight.shape[0])
+    asked = rollouts(rows, 40)
+    remote = ServerScorer(ServerSettings((vllm_server,), tokens_per_request=200, patience=30.0))
+    check_server(remote, vocab_size=rows, longest=60, examples=[asked[0].prompt.token_ids, (1, 2, 3)])
+    for ours, theirs in zip(remote.score(asked), LocalScorer(model).score(asked), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_what_vllm_does_not_have_is_found_out_before_training(vllm_server: str, vllm_folder: Path) -> None:
+    rows = int(load_model(vllm_folder).get_output_embeddings().weight.shape[0])
+
+    def check(model: str | None = None, vocab_size: int = rows, longest: int = 60) -> None:
+        remote = ServerScorer(ServerSettings((vllm_server,), model=model, patience=30.0))
+        check_server(remote, vocab_size=vocab_size, longest=longest, examples=[])
+
+    with pytest.raises(TeacherError, match=r"say with teacher\.name which it is"):
+        check(model="another")
+    with pytest.raises(TeacherError, match="serve it with a longer context"):
+        check(longest=10**7)
+    with pytest.raises(TeacherError, match="cannot be scored"):
+        check(vocab_size=rows + 1000)
