@@ -41,6 +41,8 @@ class PromptSet:
     teacher_field: str = "teacher"
     teacher: str | None = None
     """Who scores the prompts that name no teacher of their own."""
+    keep_fields: Sequence[str] = ()
+    """Further columns of a parquet file to read, for whoever asks for `Prompt.metadata`; JSONL records are kept whole."""
     filter: str = ""
     """See `data.fields.parse_filter`; empty: all."""
     suffix: str = ""
@@ -156,15 +158,16 @@ def load_set(chosen: PromptSet, tokenizer: Any, max_tokens: int) -> LoadedPrompt
 
 def _records(chosen: PromptSet, filter_fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     names = [value for field in fields(chosen) if field.name.endswith("_field") and (value := getattr(chosen, field.name))]
-    columns = [*names, *filter_fields]
+    columns = [*names, *filter_fields, *chosen.keep_fields]
     columns += [name.partition(".")[0] for name in columns if "." in name]
     for path in data_files(chosen.source, chosen.files, chosen.revision):
         yield from records(path, columns, needed=(chosen.prompt_field, chosen.messages_field))
 
 
 def _prompt(item: Mapping[str, Any], where: str, number: int, chosen: PromptSet, tokenizer: Any) -> Prompt:
+    messages = _messages(item, where, chosen)
     try:
-        text, token_ids = render(tokenizer, _messages(item, where, chosen))
+        text, token_ids = render(tokenizer, messages)
     except ChatError as error:
         raise DataError(f"{where}: {error}") from None
     id_ = lookup(item, chosen.id_field)
@@ -179,6 +182,7 @@ def _prompt(item: Mapping[str, Any], where: str, number: int, chosen: PromptSet,
         text=text,
         answer=None if answer is None else str(answer),
         teacher=teacher or chosen.teacher,
+        metadata={**item, "messages": messages},
     )
 
 
