@@ -31,18 +31,19 @@ def _dense(hidden: int, inner: int, layers: int, heads: int) -> Qwen3Config:
 
 
 def _moe(hidden: int, inner: int, layers: int, heads: int) -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=hidden,
-        moe_intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        tie_word_embeddings=False,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "moe_intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4,
+        "head_dim": 128,  # read by the model, although the class does not declare it
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "tie_word_embeddings": False,
+    }
+    return Qwen3MoeConfig(**sizes)
 
 
 CONFIGS: dict[str, Any] = {
@@ -101,7 +102,7 @@ def one_small() -> Iterator[str]:
     yield HEAD
     for name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"):
         student = CONFIGS[name]
-        options = {"micro_batch_tokens": tokens, "cached_tokens": cached}
+        options: dict[str, Any] = {"micro_batch_tokens": tokens, "cached_tokens": cached}
         yield _row(f"{name}, all weights, teacher 4B here", step_memory(student, teacher, **options), 24)
         yield _row(f"{name}, all weights, teacher behind a server", step_memory(student, **options), 24)
         adapter = {**options, "weight_bytes": 2, "trained": lora_size(student)}

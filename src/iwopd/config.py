@@ -81,6 +81,7 @@ class DataSet(Section):
     id_field: str | None = Field(None, description="name of the field with the id")
     teacher_field: str | None = Field(None, description="name of the field that names the teacher of a prompt")
     teacher: str | None = Field(None, description="teacher of the prompts that name none")
+    keep_fields: list[str] | None = Field(None, description="further parquet columns to keep with a prompt")
     filter: str | None = Field(None, description="e.g. difficulty >= 6 and topic != 'geometry'")
     suffix: str | None = Field(None, description="follows the last user message")
     drop_system: bool | None = Field(None, description="leave system messages out")

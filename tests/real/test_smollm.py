@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct teaches a copy of itself without three layers: `bench/real.py` as a whole, in a process of its own."""
+"""SmolLM2-135M-Instruct teaches a copy of itself without four layers: `bench/real.py` as a whole, in a process of its own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_probe_was_made(out: Path) -> None:
     from iwopd.analysis.probe import read_probe
 
     probe = read_probe(out / "probe" / "probe.json")
-    assert probe.rollouts.prompts == 24
+    assert probe.rollouts.prompts == 16
     assert probe.positions is not None
     assert probe.verdict
 
@@ -74,4 +74,4 @@ def test_the_trained_student_loads_with_transformers_alone(out: Path) -> None:
     with torch.no_grad():
         written = model.generate(ids, max_new_tokens=4, do_sample=False)
     assert written.shape == (1, ids.shape[1] + 4)
-    assert model.config.num_hidden_layers == 27
+    assert model.config.num_hidden_layers == 26

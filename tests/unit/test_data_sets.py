@@ -71,6 +71,9 @@ def test_a_field_mapping_reads_any_names(tokenizer: Any, tmp_path: Path) -> None
             ("a/8", "user: 2+2? Think.\nassistant: ", "4", "code"),
         ]
         assert load_set(prompt_set(str(file), **mapping, filter="level >= 2"), tokenizer, 100).filtered == 1
+        first = load_set(prompt_set(str(file), **mapping, keep_fields=["level"]), tokenizer, 100).prompts[0]
+        assert first.metadata["messages"] == [{"role": "user", "content": "1+1?"}]
+        assert first.metadata["level"] == 3
 
 
 def test_the_short_form_keeps_ids_and_counts_long_prompts(tokenizer: Any, tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ class PromptSet:
     teacher_field: str = "teacher"
     teacher: str | None = None
     """Who scores the prompts that name no teacher of their own."""
+    keep_fields: Sequence[str] = ()
+    """Further columns of a parquet file to read, for whoever asks for `Prompt.metadata`; JSONL records are kept whole."""
     filter: str = ""
     """See `data.fields.parse_filter`; empty: all."""
     suffix: str = ""
@@ -156,7 +158,7 @@ def load_set(chosen: PromptSet, tokenizer: Any, max_tokens: int) -> LoadedPrompt
 
 def _records(chosen: PromptSet, filter_fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     names = [value for field in fields(chosen) if field.name.endswith("_field") and (value := getattr(chosen, field.name))]
-    columns = [*names, *filter_fields]
+    columns = [*names, *filter_fields, *chosen.keep_fields]
     columns += [name.partition(".")[0] for name in columns if "." in name]
     for path in data_files(chosen.source, chosen.files, chosen.revision):
         yield from records(path, columns, needed=(chosen.prompt_field, chosen.messages_field))

@@ -97,10 +97,11 @@ def parameter_count(config: Any) -> int:
     """Parameters of a causal LM, counted on a model without memory; tied matrices once."""
     from transformers import AutoModelForCausalLM
 
+    auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
     model.tie_weights()
-    return sum(parameter.numel() for parameter in model.parameters())
+    return sum(int(parameter.numel()) for parameter in model.parameters())
 
 
 def activation_elements(config: Any, gradient_checkpointing: bool) -> int:
