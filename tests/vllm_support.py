@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -16,14 +17,14 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from iwopd.tiny import build_tokenizer
+from models import byte_tokenizer
 
-IDS = 21
-"""Ids of the tokenizer; the output matrix has 32 rows, so 11 are padding."""
+IDS, ROWS = 258, 270
+"""Ids of the tokenizer (bytes: vLLM's server tries its tokenizer on words), and rows of the output matrix: 12 are padding."""
 START_SECONDS = 300
 
 
-def make_model(seed: int, *, tied: bool = True, rows: int = 32, layers: int = 2) -> Any:
+def make_model(seed: int, *, tied: bool = True, layers: int = 2) -> Any:
     """A random model whose next-token distributions are far from flat."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -33,7 +34,7 @@ def make_model(seed: int, *, tied: bool = True, rows: int = 32, layers: int = 2)
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        vocab_size=rows,
+        vocab_size=ROWS,
         max_position_embeddings=256,
         initializer_range=0.2,
         tie_word_embeddings=tied,
@@ -44,10 +45,10 @@ def make_model(seed: int, *, tied: bool = True, rows: int = 32, layers: int = 2)
     return Qwen3ForCausalLM(config).eval()
 
 
-def save_model(folder: Path, seed: int, *, tokenizer: Any = None, **options: Any) -> Path:
-    """A model in a folder, with the embedded worlds' tokenizer unless another is given."""
+def save_model(folder: Path, seed: int, **options: Any) -> Path:
+    """A model in a folder, with its tokenizer."""
     make_model(seed, **options).save_pretrained(folder)
-    (tokenizer or build_tokenizer()).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -91,3 +92,31 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         except OSError:
             time.sleep(0.5)
     raise RuntimeError(f"the vLLM server did not start; its last words:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def training_settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Three steps with vLLM rollouts on small models under `folder`."""
+    for name, seed in (("student", 1), ("teacher", 2)):
+        if not (folder / name).exists():
+            save_model(folder / name, seed)
+    prompts = [{"id": f"p{number}", "prompt": f"{number % 10}+{number // 10}*3-{number % 7}"} for number in range(40)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    tree: dict[str, Any] = {
+        "steps": 3,
+        "threads": 1,
+        "models": {"student": str(folder / "student"), "teacher": str(folder / "teacher")},
+        "data": {"prompts": str(folder / "prompts.jsonl"), "max_prompt_tokens": 64},
+        "rollout": {"engine": "vllm", "prompts_per_step": 12, "max_tokens": 24, "samples": 2},
+        "vllm": {"eager": True},
+        "optim": {"lr": 3e-3},
+        "checkpoint": {"every": 2},
+        "method": {"weights": "cumulative-share"},
+        "tracking": {"console": "off"},
+    }
+    for section, values in changes.items():
+        tree[section] = {**tree[section], **values} if isinstance(values, dict) else values
+    return tree
+
+
+def training_metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

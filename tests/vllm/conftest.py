@@ -14,7 +14,7 @@ from vllm_support import make_model, run_server, save_model
 
 @pytest.fixture(scope="session")
 def vllm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that `vllm_server` serves: a folder with tokenizer, 21 ids and 32 rows."""
+    """The model that `vllm_server` serves: a folder with a tokenizer of 258 ids, output matrix of 270 rows."""
     return save_model(tmp_path_factory.mktemp("vllm") / "teacher", seed=2)
 
 
@@ -27,7 +27,7 @@ def vllm_server(vllm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[VllmEngine]:
-    """vLLM in this process, with a student of its own: 21 ids, 32 rows, tied embeddings."""
+    """vLLM in this process, with a student of its own: 258 ids, 270 rows, tied embeddings."""
     started = VllmEngine(make_model(seed=1), EngineOptions(max_model_len=256, eager=True))
     yield started
     started.close()

@@ -14,42 +14,14 @@ from iwopd.config import ConfigError, make_config
 from iwopd.train import assembly
 from iwopd.train.mismatch import MismatchError
 from iwopd.train.run import run_training
-from models import byte_tokenizer
-from vllm_support import save_model
-
-
-def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    for name, seed in (("student", 1), ("teacher", 2)):
-        if not (folder / name).exists():
-            save_model(folder / name, seed)
-    prompts = [{"id": f"p{number}", "prompt": f"{number % 10}+{number // 10}*3-{number % 7}"} for number in range(40)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    tree: dict[str, Any] = {
-        "steps": 3,
-        "threads": 1,
-        "models": {"student": str(folder / "student"), "teacher": str(folder / "teacher")},
-        "data": {"prompts": str(folder / "prompts.jsonl"), "max_prompt_tokens": 64},
-        "rollout": {"engine": "vllm", "prompts_per_step": 12, "max_tokens": 24, "samples": 2},
-        "vllm": {"eager": True},
-        "optim": {"lr": 3e-3},
-        "checkpoint": {"every": 2},
-        "method": {"weights": "cumulative-share"},
-        "tracking": {"console": "off"},
-    }
-    for section, values in changes.items():
-        tree[section] = {**tree[section], **values} if isinstance(values, dict) else values
-    return tree
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+from vllm_support import training_metrics, training_settings
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_correction_stays_at_one(tmp_path: Path, temperature: float) -> None:
     """Three steps at a learning rate that moves the student: without a sync after every update the ratios would leave 1."""
-    run_training(make_config(settings(tmp_path, rollout={"temperature": temperature})), tmp_path / "run")
-    steps = metrics(tmp_path / "run")
+    run_training(make_config(training_settings(tmp_path, rollout={"temperature": temperature})), tmp_path / "run")
+    steps = training_metrics(tmp_path / "run")
     assert [step["step"] for step in steps] == [1, 2, 3]
     for step in steps:
         assert abs(step["correction/ratio_mean"] - 1) < 1e-3
@@ -63,18 +35,16 @@ def test_correction_stays_at_one(tmp_path: Path, temperature: float) -> None:
 
 def test_evaluation_and_resume(tmp_path: Path) -> None:
     """A task's samples come from the engine, too; a resumed run goes on where the other one would have."""
-    for name, seed in (("student", 1), ("teacher", 2)):
-        save_model(tmp_path / name, seed, tokenizer=byte_tokenizer(), rows=270)  # problems come with words
     problems = tmp_path / "problems.jsonl"
     problems.write_text("".join(json.dumps({"problem": f"{n}+{n}", "answer": str(2 * n)}) + "\n" for n in range(4)))
     evaluation = {"tasks": ["aime25"], "data": {"aime25": str(problems)}, "every": 2, "prompts": 4, "max_tokens": 16}
-    tree = settings(tmp_path, rollout={"samples": 1}) | {"eval": evaluation}
+    tree = training_settings(tmp_path, rollout={"samples": 1}) | {"eval": evaluation}
     run_training(make_config(tree), tmp_path / "whole")
     evals = [json.loads(line) for line in (tmp_path / "whole" / "evals.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in evals] == [0, 2, 3]
     run_training(make_config(tree | {"steps": 2}), tmp_path / "parts")
     run_training(make_config(tree), tmp_path / "parts", resume=True)
-    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    whole, parts = training_metrics(tmp_path / "whole"), training_metrics(tmp_path / "parts")
     assert [step["step"] for step in parts] == [1, 2, 3]
     assert parts[2]["correction/ratio_deviation"] < 1e-3
     assert whole[2]["loss"] == pytest.approx(parts[2]["loss"], rel=1e-3)
@@ -82,7 +52,7 @@ def test_evaluation_and_resume(tmp_path: Path) -> None:
 
 def test_an_engine_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync that is lost is found before the first step; one lost later ends the run at that step."""
-    config = make_config(settings(tmp_path, vllm={"mismatch_limit": 0.001}))
+    config = make_config(training_settings(tmp_path, vllm={"mismatch_limit": 0.001}))
     whole_sync = assembly.open_engine.__globals__["VllmEngine"]._sync
     count = [0]
 
@@ -99,9 +69,9 @@ def test_an_engine_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_settings_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"top_p = 1 and top_k = 0"):
-        make_config(settings(tmp_path, rollout={"top_p": 0.9}))
+        make_config(training_settings(tmp_path, rollout={"top_p": 0.9}))
     with pytest.raises(ConfigError, match=r"needs vllm.url"):
-        make_config(settings(tmp_path, rollout={"engine": "server"}))
+        make_config(training_settings(tmp_path, rollout={"engine": "server"}))
 
 
 def _last(folder: Path) -> Path:

@@ -17,6 +17,7 @@ from torch import nn
 
 from iwopd.rollout.http import Connection, ServerError
 from iwopd.rollout.requests import (
+    IMPOSSIBLE,
     Vocabulary,
     check_prompts,
     check_settings,
@@ -27,8 +28,6 @@ from iwopd.rollout.requests import (
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rollout.weights import WeightSyncError, save_weights, weights_version
 from iwopd.types import Prompt, Rollout
-
-PROBE_TEMPERATURE = 100.0
 
 
 class RolloutServer:
@@ -147,12 +146,13 @@ class ServerSampler:
         matters = self.settings.temperature not in (0, 1) or self.vocabulary.bias
         if self._checked or not matters:
             return
-        values = []
-        for temperature in (0.0, PROBE_TEMPERATURE):
-            fields = {**request_fields(self.settings, self.vocabulary), "temperature": temperature, "max_tokens": 1}
-            choice = self.server.complete({**fields, "prompt": list(prompt.token_ids), "logprobs": 1, "seed": 0})
-            values.append(max(choice["logprobs"]["top_logprobs"][0].values()))
-        if abs(values[0] - values[1]) < 1e-4:
+        fields = {**request_fields(self.settings, self.vocabulary), "prompt": list(prompt.token_ids), "logprobs": 1}
+        fields |= {"temperature": 0.0, "max_tokens": 1}
+        likeliest = self.server.complete(fields)
+        ruled_out = {**(self.vocabulary.bias or {}), likeliest["token_ids"][0]: IMPOSSIBLE}
+        without = self.server.complete({**fields, "logit_bias": ruled_out})
+        best, next_best = (max(choice["logprobs"]["top_logprobs"][0].values()) for choice in (likeliest, without))
+        if abs(best - next_best) < 1e-6:  # ruling the likeliest id out changes all log-probs that know of it
             raise ServerError(
                 f"the rollout server gives log-probs before the temperature ({self.settings.temperature}) and the padded ids "
                 "count: start it with --logprobs-mode processed_logprobs"
