@@ -1,4 +1,7 @@
-"""For tests/vllm: small models that vLLM's CPU attention takes (head size 32; the embedded worlds' have 16 and 24), and real servers of them."""
+"""For tests/vllm: small models that vLLM's CPU attention takes, and real servers of them.
+
+The head size is 32; that of the embedded worlds' models is 16 and 24, which it does not take.
+"""
 
 from __future__ import annotations
 

@@ -223,12 +223,12 @@ class Config(Section):
         if rollout.engine != "local" and (rollout.top_p < 1 or rollout.top_k):
             raise ValueError(
                 f"rollout.top_p is {rollout.top_p} and rollout.top_k {rollout.top_k}: the log-probs of rollout.engine "
-                f"{rollout.engine!r} would then be over the ids that were left. Set top_p = 1 and top_k = 0, or engine = 'local'"
+                f"{rollout.engine!r} would then be over the ids that were left; set top_p = 1 and top_k = 0, or engine 'local'"
             )
         if rollout.engine == "server" and not (self.vllm.url and self.vllm.weights_folder):
             raise ValueError(
-                "rollout.engine = 'server' needs vllm.url, and for training vllm.weights_folder: a folder that this machine and "
-                "the server share, through which it gets the weights of every step (docs/vllm.md); or use engine = 'vllm'"
+                "rollout.engine = 'server' needs vllm.url, and for training vllm.weights_folder: a folder that this machine "
+                "and the server share, through which it gets the weights of every step (docs/vllm.md); or use engine = 'vllm'"
             )
         return self
 

@@ -27,7 +27,7 @@ def vllm_server(vllm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[VllmEngine]:
-    """vLLM in this process, with a student of its own: 258 ids, 270 rows, tied embeddings."""
+    """An engine in this process, with a student of its own: 258 ids, 270 rows, tied embeddings."""
     started = VllmEngine(make_model(seed=1), EngineOptions(max_model_len=256, eager=True))
     yield started
     started.close()

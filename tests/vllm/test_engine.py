@@ -97,7 +97,9 @@ def test_rollouts_depend_on_their_coordinates_alone(engine: VllmEngine, student:
     assert len(texts) == len(everyone)
     for seed, step in ((5, 7), (4, 8)):
         others = endless.sample(prompts(), seed=seed, step=step, samples=3)
-        assert all(one.response_ids.tolist() != other.response_ids.tolist() for one, other in zip(everyone, others, strict=True))
+        assert all(
+            one.response_ids.tolist() != other.response_ids.tolist() for one, other in zip(everyone, others, strict=True)
+        )
 
 
 def test_stops_and_limits(engine: VllmEngine, student: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs with vLLM rollouts: the correction stays at 1, evaluation and resume work, an engine of other weights is refused."""
+"""Whole runs with vLLM rollouts: the correction stays at 1, evaluation and resume work, stale weights are found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from iwopd.config import ConfigError, make_config
-from iwopd.train import assembly
+from iwopd.rollout.vllm import VllmEngine
 from iwopd.train.mismatch import MismatchError
 from iwopd.train.run import run_training
 from vllm_support import training_metrics, training_settings
@@ -28,7 +28,7 @@ def test_correction_stays_at_one(tmp_path: Path, temperature: float) -> None:
         assert step["correction/ratio_deviation"] < 1e-3
         assert step["correction/truncated"] == 0
         assert math.isfinite(step["loss"])
-    before, after = ({name: v for name, v in _weights(folder).items()} for folder in (tmp_path / "student", _last(tmp_path)))
+    before, after = (_weights(folder) for folder in (tmp_path / "student", _last(tmp_path)))
     moved = max(float((before[name] - after[name]).abs().max()) for name in before)
     assert moved > 3e-3  # it did move
 
@@ -53,7 +53,7 @@ def test_evaluation_and_resume(tmp_path: Path) -> None:
 def test_an_engine_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync that is lost is found before the first step; one lost later ends the run at that step."""
     config = make_config(training_settings(tmp_path, vllm={"mismatch_limit": 0.001}))
-    whole_sync = assembly.open_engine.__globals__["VllmEngine"]._sync
+    whole_sync = VllmEngine._sync
     count = [0]
 
     def only_once(engine: Any) -> None:

@@ -42,15 +42,15 @@ class Vocabulary:
 
     @property
     def bias(self) -> dict[int, float] | None:
-        """vLLM's `logit_bias` that makes the padded ids impossible; None if there are none."""
-        return {token: IMPOSSIBLE for token in range(self.size, self.rows)} or None
+        """The `logit_bias` that makes the padded ids impossible; None if there are none."""
+        return dict.fromkeys(range(self.size, self.rows), IMPOSSIBLE) or None
 
 
 def check_settings(settings: SamplingSettings) -> None:
     """Refuse what would make the engine's log-probs something else than the trainer's."""
     if settings.top_p < 1 or settings.top_k:
         raise SamplingError(
-            f"top_p is {settings.top_p} and top_k {settings.top_k}: vLLM's log-probs would then be over the ids that were left, "
+            f"top_p is {settings.top_p} and top_k {settings.top_k}: vLLM's log-probs would then be over the ids that are left, "
             "and the correction of the rollouts wrong; set top_p = 1 and top_k = 0, or rollout.engine = 'local'"
         )
     if 0 < settings.temperature < LEAST_TEMPERATURE:

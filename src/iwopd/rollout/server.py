@@ -72,7 +72,7 @@ class RolloutServer:
             whole = False
         if not whole:
             raise ServerError(
-                f"the rollout server {self.connection.url} answers without token ids or log-probs: it takes a vLLM of 0.11 or newer"
+                f"the rollout server {self.connection.url} answers without token ids or log-probs: is it a vLLM of these days?"
             )
         return dict(choice)
 
@@ -142,7 +142,7 @@ class ServerSampler:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_logprobs(self, prompt: Prompt) -> None:
-        """Does the server say the log-probs that it samples with? At temperature 1 without padded ids it makes no difference."""
+        """Does the server say the log-probs that it samples with? At temperature 1 without padded ids all say them."""
         matters = self.settings.temperature not in (0, 1) or self.vocabulary.bias
         if self._checked or not matters:
             return

@@ -7,7 +7,6 @@ hold others. vLLM is an extra (`iwopd[vllm]`) and imported when an engine is bui
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
 import tempfile
@@ -30,7 +29,7 @@ from iwopd.rollout.requests import (
     request_seed,
 )
 from iwopd.rollout.sampling import SamplingSettings
-from iwopd.rollout.weights import checkpoint_weights, save_weights, weights_version
+from iwopd.rollout.weights import checkpoint_weights, plain_config, save_weights, weights_version
 from iwopd.types import Prompt, Rollout
 
 
@@ -63,8 +62,14 @@ class VllmEngine:
         self._asleep = False
         self._folder = tempfile.TemporaryDirectory(prefix="iwopd-vllm-", ignore_cleanup_errors=True)
         self._on_cpu = not torch.cuda.is_available()
-        _plain_config(student, untied=self._on_cpu).save_pretrained(self._folder.name)
-        self.llm = self._start()
+        # vLLM 0.32 on a CPU packs an output matrix that is the embedding when it starts, and leaves it as it was when weights
+        # are reloaded: there the engine gets one of its own.
+        plain_config(student, untied=self._on_cpu).save_pretrained(self._folder.name)
+        try:
+            self.llm = self._start()
+        except BaseException:
+            self._folder.cleanup()
+            raise
 
     def _start(self) -> Any:
         if self.options.sleep and self._on_cpu:
@@ -179,22 +184,9 @@ def output_rows(model: Any) -> int:
     return int(model.get_output_embeddings().weight.shape[0])
 
 
-def _plain_config(student: Any, *, untied: bool) -> Any:
-    """The student's config, with the architecture by whose name vLLM knows it.
-
-    `untied`: vLLM 0.32 on a CPU packs a tied output matrix when it starts and leaves it as it was when weights are reloaded, so
-    the engine gets one of its own.
-    """
-    config = copy.deepcopy(student.config)
-    config.architectures = [type(student).__name__]
-    if untied:
-        config.tie_word_embeddings = False
-    return config
-
-
 @contextmanager
 def _own_threads() -> Iterator[None]:
-    """vLLM on a CPU replaces `torch.set_num_threads` and lowers their number; the trainer keeps its own."""
+    """On a CPU vLLM replaces `torch.set_num_threads` and lowers their number; the trainer keeps its own."""
     setter, count = torch.set_num_threads, torch.get_num_threads()
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,19 @@ def _merged(layer: Any) -> Tensor:
     return total.to(weight.dtype)
 
 
+def plain_config(model: Any, *, untied: bool = False) -> Any:
+    """The model's config with the architecture by whose name vLLM knows it; `untied`: with an output matrix of its own."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    if untied:
+        config.tie_word_embeddings = False
+    return config
+
+
 def save_weights(model: Any, folder: Path) -> None:
     """Write the weights as safetensors and the model's config beside them: a folder that vLLM reads."""
     folder.mkdir(parents=True)
-    model.config.save_pretrained(folder)
+    plain_config(model).save_pretrained(folder)
     shard: dict[str, Tensor] = {}
     size = number = 0
     for name, weight in checkpoint_weights(model):

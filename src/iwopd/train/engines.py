@@ -29,8 +29,8 @@ def open_engine(
         return lambda settings: LocalSampler(student, settings, pad_id=pad_id, vocab_size=vocab_size), lambda: None
     if ranks.count > 1:
         raise ConfigError(
-            f"rollout.engine = {config.rollout.engine!r} feeds one training process, and there are {ranks.count}: start one, or "
-            "set rollout.engine = 'local'"
+            f"rollout.engine = {config.rollout.engine!r} feeds one training process, and there are {ranks.count}: start one, "
+            "or set rollout.engine = 'local'"
         )
     if config.rollout.engine == "server":
         server = _server(config, student)

@@ -54,6 +54,6 @@ def _judge(config: Config, mismatch: algo.Mismatch, step: int) -> None:
         raise MismatchError(
             f"step {step}: the log-probs of rollout.engine = {config.rollout.engine!r} differ from the trainer's by "
             f"{mismatch.mean_difference:.3g} on average (limit {limit:g}; largest ratio 1 ± {mismatch.largest_deviation:.3g}): "
-            "the engine has other weights, another temperature or a coarser precision. Check vllm.dtype and the server's model; "
-            "raise vllm.mismatch_limit only if you know why"
+            "the engine has other weights, another temperature or a coarser precision. Check vllm.dtype and the server's "
+            "model; raise vllm.mismatch_limit only if you know why"
         )

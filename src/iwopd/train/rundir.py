@@ -29,7 +29,16 @@ FORMAT = 1
 LOGS = ("metrics.jsonl", "evals.jsonl", "rollouts.jsonl")
 ENGINES_PLACE = tuple(
     f"vllm.{name}"
-    for name in ("url", "api_key_env", "weights_folder", "max_in_flight", "request_timeout", "patience", "memory_share", "sleep")
+    for name in (
+        "url",
+        "api_key_env",
+        "weights_folder",
+        "max_in_flight",
+        "request_timeout",
+        "patience",
+        "memory_share",
+        "sleep",
+    )
 )
 """Where an engine is and how it is run: a server may come back elsewhere."""
 FREE_TO_CHANGE = ("tracking", "steps", "checkpoint", "eval.kept_rollouts", *ENGINES_PLACE)
