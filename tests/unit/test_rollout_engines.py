@@ -102,7 +102,7 @@ def test_names_are_those_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_experts_are_unpacked(tmp_path: Path) -> None:
-    """In memory transformers holds the experts of a layer in one tensor; a checkpoint, which vLLM knows, has a matrix for each."""
+    """Transformers holds the experts of a layer in one tensor; a checkpoint, which vLLM knows, has a matrix for each."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 21}
