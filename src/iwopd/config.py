@@ -139,6 +139,9 @@ class Method(Section):
 
 
 class RolloutSettings(Section):
+    engine: Literal["local", "vllm", "server"] = Field(
+        "local", description="who writes: local (this process, transformers), vllm (in this process), server (vllm.url)"
+    )
     prompts_per_step: int = Field(64, ge=1, description="prompts of one step")
     samples: int = Field(1, ge=1, description="rollouts per prompt")
     max_tokens: int | None = Field(None, ge=1, description="longest response; empty: what the world's answers need")
@@ -208,6 +211,44 @@ class Teacher(TeacherSource):
         return any(source.urls for source in (self, *self.others.values()))
 
 
+class Vllm(Section):
+    """vLLM for rollouts: rollout.engine = "vllm" or "server"."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="precision of the engine's copy of the student; empty: models.dtype"
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="longest prompt and answer together; empty: what prompts and max_tokens can come to"
+    )
+    memory_share: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory that the engine may take (engine vllm)")
+    cache_gb: float | None = Field(
+        None, gt=0, description="key/value cache in GB; empty: what memory_share leaves (on a CPU: 1)"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of the engine (engine vllm; above 1 it was never run)")
+    eager: bool = Field(False, description="no CUDA graphs, no compilation: starts faster, runs slower")
+    sleep: bool = Field(False, description="give the GPU's memory back between rollouts (engine vllm; was never run)")
+    url: str | None = Field(None, description="server for rollouts, e.g. http://gpu1:8000 (engine server)")
+    name: str | None = Field(None, description="what the server calls the student; empty: its only model")
+    weights_folder: str | None = Field(
+        None, description="folder that this machine and the server share, through which new weights reach the server"
+    )
+    api_key_env: str | None = Field(None, description="environment variable that holds the server's API key; empty: no key")
+    max_in_flight: int = Field(64, ge=1, description="requests under way at once (engine server)")
+    request_timeout: float = Field(1800.0, gt=0, description="seconds for one attempt at one request (engine server)")
+    patience: float = Field(120.0, gt=0, description="seconds that a server may be away before the run ends")
+    mismatch_limit: float | None = Field(
+        None, gt=0, description="mean |difference| of engine's and trainer's log-probs that ends a run; empty: by dtype"
+    )
+
+    @model_validator(mode="after")
+    def _plain_server(self) -> Self:
+        if self.url is not None and (not self.url.startswith(("http://", "https://")) or "@" in self.url):
+            raise ValueError("vllm.url looks like http://host:8000, without a password: name a variable in vllm.api_key_env")
+        if self.api_key_env is not None and not self.api_key_env.isidentifier():
+            raise ValueError("vllm.api_key_env must be the name of an environment variable, not the key itself")
+        return self
+
+
 class Optim(Section):
     lr: float = Field(1e-5, gt=0, description="learning rate (constant)")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas")
@@ -256,6 +297,7 @@ class Config(Section):
     data: Data = Data()
     method: Method = Method()
     rollout: RolloutSettings = RolloutSettings()
+    vllm: Vllm = Vllm()
     optim: Optim = Optim()
     eval: Eval = Eval()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -279,6 +321,21 @@ class Config(Section):
             raise ValueError(
                 f"rollout.temperature is {self.rollout.temperature}, but teacher servers score at temperature 1, and log-probs "
                 "of two temperatures make no gap: sample at 1, or use a local teacher"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_do_it(self) -> Self:
+        rollout = self.rollout
+        if rollout.engine != "local" and (rollout.top_p < 1 or rollout.top_k):
+            raise ValueError(
+                f"rollout.top_p is {rollout.top_p} and rollout.top_k {rollout.top_k}: the log-probs of rollout.engine "
+                f"{rollout.engine!r} would then be over the ids that were left; set top_p = 1 and top_k = 0, or engine 'local'"
+            )
+        if rollout.engine == "server" and not (self.vllm.url and self.vllm.weights_folder):
+            raise ValueError(
+                "rollout.engine = 'server' needs vllm.url, and for training vllm.weights_folder: a folder that this machine "
+                "and the server share, through which it gets the weights of every step (docs/vllm.md); or use engine = 'vllm'"
             )
         return self
 

@@ -7,7 +7,7 @@ there are 0; advantages and weights are detached. `docs/method.md` has the formu
 from iwopd.algo import position, projection
 from iwopd.algo._checks import NonFiniteError
 from iwopd.algo.advantages import exopd_advantages, opd_advantages
-from iwopd.algo.correction import rollout_correction
+from iwopd.algo.correction import Mismatch, rollout_correction, rollout_mismatch
 from iwopd.algo.logprobs import LOGPROB_FLOOR, floor_logprobs, token_entropy, token_kl, token_logprobs
 from iwopd.algo.loss import PolicyLoss, PolicyStats, fused_policy_loss, low_variance_kl, policy_loss
 from iwopd.algo.weights import WEIGHT_RULES, WeightRule, supervised_mask, token_weights
@@ -15,6 +15,7 @@ from iwopd.algo.weights import WEIGHT_RULES, WeightRule, supervised_mask, token_
 __all__ = [
     "LOGPROB_FLOOR",
     "WEIGHT_RULES",
+    "Mismatch",
     "NonFiniteError",
     "PolicyLoss",
     "PolicyStats",
@@ -28,6 +29,7 @@ __all__ = [
     "position",
     "projection",
     "rollout_correction",
+    "rollout_mismatch",
     "supervised_mask",
     "token_entropy",
     "token_kl",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,3 +23,34 @@ def rollout_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
     check_tokens("old_logprobs", old_logprobs, mask)
     check_tokens("rollout_logprobs", rollout_logprobs, mask)
     return keep((old_logprobs - rollout_logprobs).exp().clamp(max=threshold), mask)
+
+
+class Mismatch(NamedTuple):
+    """How far another engine's log-probs are from the trainer's, over the valid tokens of a batch."""
+
+    mean_ratio: float
+    """Mean of `exp(lp_0 - lp_rollout)`, not truncated; near 1 whenever the engine samples what it says it does."""
+    largest_deviation: float
+    """Largest `|ratio - 1|`."""
+    truncated: float
+    """Share of tokens whose ratio is above the threshold."""
+    mean_difference: float
+    """Mean `|lp_0 - lp_rollout|`."""
+
+
+@torch.no_grad()
+def rollout_mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, threshold: float = 5.0) -> Mismatch:
+    """Statistics of the ratio that `rollout_correction` truncates; those of an exact engine if there are no tokens."""
+    check_mask(mask)
+    check_tokens("old_logprobs", old_logprobs, mask)
+    check_tokens("rollout_logprobs", rollout_logprobs, mask)
+    difference = (old_logprobs[mask] - rollout_logprobs[mask]).double()
+    if not difference.numel():
+        return Mismatch(1.0, 0.0, 0.0, 0.0)
+    ratio = difference.exp()
+    return Mismatch(
+        mean_ratio=float(ratio.mean()),
+        largest_deviation=float((ratio - 1).abs().max()),
+        truncated=float((ratio > threshold).double().mean()),
+        mean_difference=float(difference.abs().mean()),
+    )

@@ -19,11 +19,11 @@ from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
 from iwopd.lm import ResponseModel
 from iwopd.models import check_same_tokenizer, check_vocabulary, load_model, load_tokenizer, stop_ids
-from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
+from iwopd.train.engines import open_engine
 from iwopd.train.learner import Learner
 from iwopd.train.ranks import Ranks
 from iwopd.train.teachers import build_teacher
@@ -48,6 +48,8 @@ class Parts:
     tasks: list[Task]
     ranks: Ranks
     device: torch.device
+    close_engine: Callable[[], None]
+    """Ends the engine that the samplers share."""
 
 
 def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = None) -> Parts:
@@ -68,9 +70,15 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
 
     tasks = _tasks(config, world, tokenizer, max_tokens)
 
-    def sampler(limit: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> LocalSampler:
-        settings = SamplingSettings(limit, temperature, top_p, top_k, stops)
-        return LocalSampler(student, settings, pad_id=pad_id, vocab_size=vocab_size)
+    ranks = Ranks()
+    in_tasks = [len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts]
+    context = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
+    make_sampler, close_engine = open_engine(
+        config, student, context=context, pad_id=pad_id, vocab_size=vocab_size, ranks=ranks
+    )
+
+    def sampler(limit: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
+        return make_sampler(SamplingSettings(limit, temperature, top_p, top_k, stops))
 
     def scorer(model: Any, **options: Any) -> LocalScorer:
         return LocalScorer(model, temperature=config.rollout.temperature, vocab_size=vocab_size, **options)
@@ -79,7 +87,6 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         return scorer(teacher if source is None else _load_teacher(config, source, tokenizer, accelerator.device))
 
     reference = _reference(config, world, tokenizer, accelerator.device) if config.method.needs_reference else None
-    ranks = Ranks()
     lm = ResponseModel(student, temperature=config.rollout.temperature, vocab_size=vocab_size)
     return Parts(
         tokenizer=tokenizer,
@@ -94,6 +101,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         tasks=tasks,
         ranks=ranks,
         device=accelerator.device,
+        close_engine=close_engine,
     )
 
 

@@ -24,6 +24,7 @@ from iwopd.train.assembly import Parts
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.evaluation import evaluate_tasks, keep_best
 from iwopd.train.metrics import step_metrics, training_progress
+from iwopd.train.mismatch import check_engine, mismatch_metrics
 from iwopd.train.pipeline import Written, write_step
 from iwopd.train.rundir import RunDirectory
 from iwopd.train.teachers import chunks
@@ -68,6 +69,7 @@ def train(
     with _interrupts() as interrupted:
         if done.step < config.steps:
             _check_heads(config, parts, tracker, done.step + 1)
+            check_engine(config, parts, done.step + 1)
         if done.step == 0:
             evaluate_tasks(config, parts, run, tracker, 0)
         for step in range(done.step + 1, config.steps + 1):
@@ -78,7 +80,8 @@ def train(
             rollouts = written.rollouts
             clock.lap("rollout")
             scored, floored = _score(config, parts, written)
-            batch = TokenBatch.collate(scored, pad_id=0)
+            batch = TokenBatch.collate(scored, pad_id=0, correct_rollouts=config.rollout.engine != "local")
+            mismatch = mismatch_metrics(config, batch, step)
             clock.lap("teacher")
             signal = _signal(config, batch, scored, training_progress(step, config.steps))
             clock.lap("signal")
@@ -89,7 +92,7 @@ def train(
             done.skipped_in_a_row = done.skipped_in_a_row + 1 if skipped else 0
             if skipped and parts.ranks.is_main:
                 _dump(run, batch, signal, step)
-            metrics = step_metrics(batch, signal, rollouts, update, floored)
+            metrics = step_metrics(batch, signal, rollouts, update, floored) | mismatch
             stats = StepStats(step, update.loss, update.grad_norm, update.tokens, len(rollouts), skipped, clock.laps, metrics)
             tracker.step(stats)
             better = False

@@ -61,6 +61,7 @@ def run_training(
             f"{error}: a model's log-probs are not numbers, so nothing can be learnt from them", 1
         ) from error
     finally:
+        parts.close_engine()
         tracker.close()
         parts.ranks.leave(together=False)
 

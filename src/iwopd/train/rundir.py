@@ -32,7 +32,21 @@ TEACHERS_PLACE = tuple(
     for name in ("urls", "api_key_env", "max_in_flight", "tokens_per_request", "request_timeout", "patience", "deadline")
 )
 """Where the teacher is and how it is asked: a server may come back elsewhere."""
-FREE_TO_CHANGE = ("tracking", "steps", "checkpoint", "eval.kept_rollouts", "rollout.chunks", *TEACHERS_PLACE)
+ENGINES_PLACE = tuple(
+    f"vllm.{name}"
+    for name in (
+        "url",
+        "api_key_env",
+        "weights_folder",
+        "max_in_flight",
+        "request_timeout",
+        "patience",
+        "memory_share",
+        "sleep",
+    )
+)
+"""Where an engine is and how it is run: a server may come back elsewhere."""
+FREE_TO_CHANGE = ("tracking", "steps", "checkpoint", "eval.kept_rollouts", "rollout.chunks", *TEACHERS_PLACE, *ENGINES_PLACE)
 """Settings that a resumed run may change without becoming another run."""
 
 

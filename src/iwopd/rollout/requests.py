@@ -1,0 +1,130 @@
+"""What an engine of others (vLLM, in this process or behind a server) is asked for, and what may come back.
+
+Log-probs must be those of the trainer: over the whole real vocabulary, at the sampling temperature. vLLM's
+`processed_logprobs` are taken after the temperature, the bias and top-p, so they are ours where top-p and top-k are off; its
+default, `raw_logprobs`, knows no temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from iwopd.rollout.noise import stream_key
+from iwopd.rollout.sampling import SamplingError, SamplingSettings
+from iwopd.types import Prompt, Rollout
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises what is smaller (and not 0) to this, without an error."""
+MOST_BIASED = 1024
+"""vLLM's newer model runner takes no more biased ids a request."""
+IMPOSSIBLE = -100.0
+"""The strongest bias that vLLM's server lets through: e^-100 of the probability is left."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids that exist, and the rows of the output matrix, of which the last may be padding."""
+
+    size: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        if self.rows - self.size > MOST_BIASED:
+            raise SamplingError(
+                f"the tokenizer has {self.size} ids, the student's output matrix {self.rows} rows: vLLM can rule out at most "
+                f"{MOST_BIASED} padded ids; use rollout.engine = 'local'"
+            )
+
+    @property
+    def bias(self) -> dict[int, float] | None:
+        """The `logit_bias` that makes the padded ids impossible; None if there are none."""
+        return dict.fromkeys(range(self.size, self.rows), IMPOSSIBLE) or None
+
+
+def check_settings(settings: SamplingSettings) -> None:
+    """Refuse what would make the engine's log-probs something else than the trainer's."""
+    if settings.top_p < 1 or settings.top_k:
+        raise SamplingError(
+            f"top_p is {settings.top_p} and top_k {settings.top_k}: vLLM's log-probs would then be over the ids that are left, "
+            "and the correction of the rollouts wrong; set top_p = 1 and top_k = 0, or rollout.engine = 'local'"
+        )
+    if 0 < settings.temperature < LEAST_TEMPERATURE:
+        raise SamplingError(
+            f"temperature is {settings.temperature}: vLLM would sample at {LEAST_TEMPERATURE} instead; take 0 (greedy), "
+            f"{LEAST_TEMPERATURE} or more"
+        )
+
+
+def check_prompts(prompts: Sequence[Prompt], settings: SamplingSettings, vocabulary: Vocabulary, max_model_len: int) -> None:
+    """Refuse what the engine would refuse or cut, with the prompt's name."""
+    for prompt in prompts:
+        if len(prompt.token_ids) + settings.max_tokens > max_model_len:
+            raise SamplingError(
+                f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens: with max_tokens {settings.max_tokens} that is "
+                f"{len(prompt.token_ids) + settings.max_tokens}, but the engine takes {max_model_len}; raise "
+                "vllm.max_model_len, lower max_tokens or filter long prompts"
+            )
+        if max(prompt.token_ids) >= vocabulary.rows:
+            raise SamplingError(f"prompt {prompt.id!r} has id {max(prompt.token_ids)}; the student has {vocabulary.rows} ids")
+
+
+def request_fields(settings: SamplingSettings, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Sampling parameters of one rollout but its seed, by vLLM's names (the same in Python and in a request's body).
+
+    All that a model's generation config may set is set here, so that a server's defaults do not count.
+    """
+    return {
+        "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": 0,  # that of the drawn token, and of no other
+        "stop_token_ids": sorted(stop for stop in settings.stop_ids if stop < vocabulary.rows),
+        "ignore_eos": True,  # ours are in stop_token_ids
+        "logit_bias": vocabulary.bias,
+    }
+
+
+def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
+    """One rollout's seed: a function of its coordinates alone, as in `noise`. Not negative (-1 means none to vLLM)."""
+    return stream_key(seed, step, prompt_id, sample)[0] & (2**63 - 1)
+
+
+def read_rollout(
+    prompt: Prompt,
+    sample: int,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    finish_reason: str | None,
+    settings: SamplingSettings,
+    vocabulary: Vocabulary,
+) -> Rollout:
+    """An engine's answer as a `Rollout`, or an error that says what is wrong with it."""
+    what = f"the engine's answer to prompt {prompt.id!r}"
+    if not token_ids or len(token_ids) != len(logprobs):
+        raise SamplingError(f"{what} has {len(token_ids)} tokens and {len(logprobs)} log-probs")
+    outside = next((token for token in token_ids if not 0 <= token < vocabulary.size), None)
+    if outside is not None:
+        raise SamplingError(
+            f"{what} has id {outside}, but the tokenizer has {vocabulary.size} ids: is it the student that the engine runs?"
+        )
+    values = [math.nan if value is None else value for value in logprobs]
+    if not all(math.isfinite(value) for value in values):
+        raise SamplingError(f"{what} has log-probs that are not finite: the student's weights may hold NaN")
+    ended = token_ids[-1] in settings.stop_ids
+    if not ended and (finish_reason != "length" or len(token_ids) != settings.max_tokens):
+        raise SamplingError(
+            f"{what} ended after {len(token_ids)} of {settings.max_tokens} tokens with id {token_ids[-1]} and reason "
+            f"{finish_reason!r}: neither a stop id ({sorted(settings.stop_ids)}) nor the limit. Does the server have stop "
+            "tokens of its own, or a smaller --max-model-len? (--generation-config vllm switches the former off)"
+        )
+    return Rollout(prompt, torch.tensor(token_ids), torch.tensor(values), "eos" if ended else "length", sample)

@@ -1,0 +1,59 @@
+"""When another engine writes the rollouts: does it have the student's weights, and how far are its log-probs from ours?"""
+
+from __future__ import annotations
+
+import torch
+
+from iwopd import algo
+from iwopd.config import Config
+from iwopd.errors import UserError
+from iwopd.train.assembly import Parts
+from iwopd.types import TokenBatch
+
+LIMITS = {"float32": 0.01, "bfloat16": 0.2, "float16": 0.1}
+"""Mean |difference| of log-probs that rounding does not explain, by the coarser precision of the two."""
+
+
+class MismatchError(UserError, RuntimeError):
+    """An engine that is not the student."""
+
+    exit_code = 1
+
+
+def check_engine(config: Config, parts: Parts, step: int) -> None:
+    """Before the first step: the engine's log-probs of a few rollouts against the trainer's."""
+    if config.rollout.engine == "local":
+        return
+    rollouts = parts.sampler.sample(parts.order.batch(step)[:4], seed=config.seed, step=step)
+    scores = parts.student_scorer.score(rollouts)
+    ours, theirs = torch.cat(scores), torch.cat([rollout.rollout_logprobs for rollout in rollouts])
+    _judge(config, algo.rollout_mismatch(ours[None], theirs[None], torch.ones_like(ours[None], dtype=torch.bool)), step)
+
+
+def mismatch_metrics(config: Config, batch: TokenBatch, step: int) -> dict[str, float]:
+    """Statistics of the rollout correction of a step; none if the trainer itself wrote. Too large a mismatch ends the run."""
+    if batch.rollout_logprobs is None:
+        return {}
+    threshold = config.method.correction_threshold
+    mismatch = algo.rollout_mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask, threshold)
+    _judge(config, mismatch, step)
+    return {
+        "correction/ratio_mean": mismatch.mean_ratio,
+        "correction/ratio_deviation": mismatch.largest_deviation,
+        "correction/truncated": mismatch.truncated,
+        "correction/logprob_difference": mismatch.mean_difference,
+    }
+
+
+def _judge(config: Config, mismatch: algo.Mismatch, step: int) -> None:
+    precisions = [config.models.dtype, config.vllm.dtype or config.models.dtype]
+    if config.precision == "bf16":
+        precisions.append("bfloat16")
+    limit = config.vllm.mismatch_limit or max(LIMITS[name] for name in precisions)
+    if not mismatch.mean_difference <= limit:
+        raise MismatchError(
+            f"step {step}: the log-probs of rollout.engine = {config.rollout.engine!r} differ from the trainer's by "
+            f"{mismatch.mean_difference:.3g} on average (limit {limit:g}; largest ratio 1 ± {mismatch.largest_deviation:.3g}): "
+            "the engine has other weights, another temperature or a coarser precision. Check vllm.dtype and the server's "
+            "model; raise vllm.mismatch_limit only if you know why"
+        )
