@@ -8,14 +8,27 @@ import sys
 from collections.abc import Sequence
 
 import iwopd
-from iwopd.commands import check_code, check_math, compare, demo, evaluate, figures, methods, probe, report, reproduce, train
+from iwopd.commands import (
+    check_code,
+    check_math,
+    compare,
+    demo,
+    doctor,
+    evaluate,
+    figures,
+    methods,
+    probe,
+    report,
+    reproduce,
+    train,
+)
 from iwopd.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "train":
+    if rest and options.command not in ("train", "doctor"):
         parser.error(f"unknown argument {rest[0]!r}; see `iwopd {options.command} --help`")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -37,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"iwopd {iwopd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, train, evaluate, compare, probe, report, figures, reproduce, check_math, check_code, methods):
+    for command in (demo, train, doctor, evaluate, compare, probe, report, figures, reproduce, check_math, check_code, methods):
         command.add(commands)
     return parser
 

@@ -12,20 +12,23 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from iwopd import tiny
+from iwopd.adapters import adapter_off
 from iwopd.config import Config, ConfigError
 from iwopd.data.prompts import PromptOrder, load_prompts
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
 from iwopd.lm import ResponseModel
-from iwopd.models import check_same_tokenizer, check_vocabulary, load_model, load_tokenizer, stop_ids
+from iwopd.models import load_tokenizer, stop_ids
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.learner import Learner
+from iwopd.train.loading import load_reference, load_student, load_teacher, open_world, reference_source, source_of
 from iwopd.train.ranks import Ranks
 from iwopd.types import Prompt, Rollout
+from iwopd.vocabulary import check_vocabulary
 
 Notify = Callable[[str], None]
 
@@ -47,6 +50,8 @@ class Parts:
     tasks: list[Task]
     ranks: Ranks
     device: torch.device
+    max_response: int
+    """Most tokens of a rollout."""
 
     def write(self, prompts: Sequence[Prompt], seed: int, step: int, samples: int) -> list[Rollout]:
         """Rollouts of all prompts, each rank writing its share."""
@@ -59,11 +64,11 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         torch.set_num_threads(config.threads)
     accelerator = Accelerator(mixed_precision=config.precision)
     set_seed(config.seed)
-    world = _world(config, progress)
+    world = open_world(config, progress)
     tokenizer, student, teacher = _models(config, world, accelerator.device)
     vocab_size = len(tokenizer)
-    prompts = _prompts(config, world, tokenizer, notify)
-    stops = stop_ids(tokenizer, student)
+    order = prompt_order(config, world, tokenizer, notify)
+    stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
     max_tokens = config.rollout.max_tokens or (world.max_response_tokens if world else 0)
     if not max_tokens:
         raise ConfigError("rollout.max_tokens is needed when no embedded world says how long answers are")
@@ -78,72 +83,66 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
     def scorer(model: Any, **options: Any) -> LocalScorer:
         return LocalScorer(model, temperature=config.rollout.temperature, vocab_size=vocab_size, **options)
 
-    reference = _reference(config, world, tokenizer, accelerator.device) if config.method.needs_reference else None
+    reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator.device)
     ranks = Ranks()
     lm = ResponseModel(student, temperature=config.rollout.temperature, vocab_size=vocab_size)
     return Parts(
         tokenizer=tokenizer,
         student=student,
-        order=PromptOrder(prompts, config.rollout.prompts_per_step, config.seed),
+        order=order,
         sampler=sampler(max_tokens, config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
         eval_samplers={task.name: sampler(task.max_tokens, task.temperature) for task in tasks},
         student_scorer=scorer(student, autocast=accelerator.autocast),
         teacher_scorer=scorer(teacher),
-        reference_scorer=None if reference is None else scorer(reference),
+        reference_scorer=reference_scorer,
         learner=Learner(lm, config.optim, config.method, accelerator, ranks),
         tasks=tasks,
         ranks=ranks,
         device=accelerator.device,
+        max_response=max_tokens,
     )
 
 
-def _world(config: Config, progress: tiny.Progress | None) -> tiny.World | None:
-    models = config.models
-    if models.world is None:
-        return None
-    chosen = {"teacher": models.teacher_size, "student": models.student_size}
-    sizes = {name: size for name, size in chosen.items() if size is not None}
-    try:
-        recipe = tiny.world_recipe(models.world, lineage=models.lineage, **sizes)
-    except ValueError as error:
-        raise ConfigError(f"models.world: {error}") from None
-    return tiny.open_world(recipe, progress=progress)
-
-
-def _load(config: Config, source: str | Path, device: torch.device) -> Any:
-    models = config.models
-    return load_model(source, dtype=models.dtype, device=device, trust_remote_code=models.trust_remote_code)
-
-
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:
-    if world is not None:
-        return world.tokenizer, _load(config, world.student, device), _load(config, world.teacher, device).eval()
-    assert config.models.student is not None  # the config was validated
-    assert config.models.teacher is not None
-    tokenizer = load_tokenizer(config.models.student, trust_remote_code=config.models.trust_remote_code)
-    student = _load(config, config.models.student, device)
-    teacher = _load(config, config.models.teacher, device).eval()
+    sources = {name: source_of(config, name, world) for name in ("student", "teacher")}
+    student_source, teacher_source = sources["student"], sources["teacher"]
+    assert student_source is not None  # the config was validated
+    assert teacher_source is not None
+    trust = config.models.trust_remote_code
+    tokenizer = world.tokenizer if world is not None else load_tokenizer(student_source, trust_remote_code=trust)
+    student = load_student(config, student_source, device)
+    teacher = load_teacher(config, teacher_source, device)
     for name, model in (("student", student), ("teacher", teacher)):
         check_vocabulary(name, model, tokenizer)
-    check_same_tokenizer(tokenizer, config.models.teacher, trust_remote_code=config.models.trust_remote_code)
     return tokenizer, student, teacher
 
 
-def _reference(config: Config, world: tiny.World | None, tokenizer: Any, device: torch.device) -> Any:
-    source = config.models.reference or (world.student if world is not None else config.models.student)
-    assert source is not None
-    model = _load(config, source, device).eval()
+def _reference_scorer(config: Config, world: tiny.World | None, tokenizer: Any, student: Any, scorer: Any, device: Any) -> Any:
+    """Scores under the reference, where the method needs one: a model of its own, or the student without its adapter."""
+    if not config.method.needs_reference:
+        return None
+    source = reference_source(config, world)
+    if source is None:
+        return scorer(student, autocast=lambda: adapter_off(student))
+    model = load_reference(config, source, device)
     check_vocabulary("reference", model, tokenizer)
-    return model
+    return scorer(model)
 
 
-def _prompts(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> Sequence[Prompt]:
+def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> PromptOrder:
+    """Which prompts each step gets, from the world or the file."""
+    per_step = config.rollout.prompts_per_step
     if world is not None:
-        return world.prompts(config.data.train_size)
+        return PromptOrder(world.prompts(config.data.train_size), per_step, config.seed)
     loaded = load_prompts(Path(str(config.data.prompts)), tokenizer, config.data.max_prompt_tokens)
     if loaded.too_long:
         notify(f"{loaded.too_long} prompts have more than {config.data.max_prompt_tokens} tokens and are left out")
-    return loaded.prompts
+    return PromptOrder(loaded.prompts, per_step, config.seed)
+
+
+def all_prompts(order: Any) -> list[Prompt]:
+    """Every prompt that an order draws from; one that mixes several has `orders`."""
+    return [prompt for part in getattr(order, "orders", [order]) for prompt in part.prompts]
 
 
 def _tasks(config: Config, world: tiny.World | None, tokenizer: Any, max_tokens: int) -> list[Task]:

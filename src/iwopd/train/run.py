@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from iwopd import algo, tiny
 from iwopd.config import Config
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
+from iwopd.train.doctor import Finding, examine_models, examine_recipe, refuse
 from iwopd.train.evaluation import keep_best
 from iwopd.train.loop import Progress, TrainingStoppedError, train
 from iwopd.train.rundir import RunDirectory
@@ -20,15 +22,21 @@ def run_training(
     *,
     resume: bool = False,
     allow_changes: bool = False,
+    doctor: bool = True,
     progress: tiny.Progress | None = None,
 ) -> Progress:
-    """Train in `folder`. With `resume`, go on from the newest valid checkpoint (or from the start if there is none)."""
+    """Train in `folder`. With `resume`, go on from the newest valid checkpoint (or from the start if there is none).
+
+    `doctor` examines the recipe first, and refuses it if anything fails.
+    """
     run = RunDirectory(folder)
     messages: list[str] = []
     if resume:
         run.about()  # fail before any model is loaded
     else:
         run.check_free()
+    if doctor:
+        messages += _examined(examine_recipe(config, folder))
     parts = assemble(config, messages.append, progress)
     data = parts.order.fingerprint()
     tracker = Tracker(config, run, is_main=parts.ranks.is_main)
@@ -45,6 +53,8 @@ def run_training(
         if resume and parts.ranks.is_main:
             keep_best(store, done.best_step)  # a run killed right after a save may not have come to it
             run.rewind(-1 if checkpoint is None else done.step)
+        if doctor and done.step < config.steps:
+            messages += _examined(examine_models(config, parts, folder, step=done.step + 1))
         for message in messages:
             tracker.say(message)
         if resume:
@@ -59,6 +69,13 @@ def run_training(
     finally:
         tracker.close()
         parts.ranks.leave(together=False)
+
+
+def _examined(findings: Iterable[Finding]) -> list[str]:
+    """What the doctor warns of; raises if anything failed."""
+    found = list(findings)
+    refuse(found)
+    return [finding.text() for finding in found if finding.level == "warn"]
 
 
 def _bring_back(checkpoint: Checkpoint, parts: Parts) -> Progress:
