@@ -8,6 +8,7 @@ with, so the reference needs no second copy.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,13 @@ def add_adapter(model: Any, lora: Lora) -> None:
     peft = _peft()
     targets: Any = lora.targets[0] if lora.targets == ["all-linear"] else lora.targets
     settings = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=targets,
+        lora_dropout=0.0,  # the update must see the policy that wrote the rollouts
+        bias="none",
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2 stores its weights so
     )
     try:
         model.add_adapter(settings)
@@ -37,7 +44,8 @@ def add_adapter(model: Any, lora: Lora) -> None:
     adapter = model.peft_config["default"]
     base = Path(model.name_or_path)
     adapter.base_model_name_or_path = str(base.absolute()) if base.is_dir() else model.name_or_path
-    adapter.inference_mode = False
+    adapter.target_modules = sorted(adapter.target_modules)  # a set's order would change the file from run to run
+    adapter.inference_mode = True  # for whoever loads the saved one; here the layers have been told to train
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if is_adapter_layer(head) or is_adapter_layer(embedding):
         raise ModelError(
@@ -68,7 +76,8 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
     """The adapter's tensors, sharing the model's memory, by the names they have in a file."""
-    return {f"{PREFIX}{name}": tensor for name, tensor in _peft().get_peft_model_state_dict(model).items()}
+    tensors = _peft().get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
+    return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
 
 def base_fingerprint(model: Any) -> str:
@@ -91,18 +100,17 @@ def quantization(lora: Lora) -> Any:
     """Transformers' config of the frozen weights for QLoRA; None if they stay as they are. Needs a GPU, so it was never run."""
     if lora.quantize == "none":
         return None
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(
             f"lora.quantize = {lora.quantize!r} needs the package bitsandbytes and a GPU: pip install 'iwopd[qlora]', or leave "
             "lora.quantize out (LoRA on weights as they are)"
-        ) from None
+        )
     from transformers import BitsAndBytesConfig
 
+    build: Any = BitsAndBytesConfig
     if lora.quantize == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
+        return build(load_in_8bit=True)
+    return build(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,

@@ -15,6 +15,7 @@ from iwopd.commands import (
     demo,
     doctor,
     evaluate,
+    export,
     figures,
     methods,
     probe,
@@ -50,7 +51,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"iwopd {iwopd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, train, doctor, evaluate, compare, probe, report, figures, reproduce, check_math, check_code, methods):
+    for command in (
+        demo,
+        train,
+        doctor,
+        evaluate,
+        compare,
+        probe,
+        report,
+        figures,
+        export,
+        reproduce,
+        check_math,
+        check_code,
+        methods,
+    ):
         command.add(commands)
     return parser
 

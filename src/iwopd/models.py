@@ -78,12 +78,12 @@ def load_model(
         options["device_map"] = "auto"
     try:
         with _quiet():
-            model: Any
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.path, dtype=getattr(torch, dtype), output_loading_info=True, **options
             )
     except (OSError, ValueError, SafetensorError, ImportError) as error:
         raise ModelError(f"cannot load a model from {source}: {_why(source, error)}") from None
+    model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise ModelError(
             f"{source} lacks {len(missing)} weights of a {type(model).__name__}, first of all {missing[0]}: they would be "
@@ -114,8 +114,7 @@ def load_configs(source: str | Path | ModelSource, *, trust_remote_code: bool = 
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"cannot read the config of {source}: {_why(source, error)}") from None
     try:
-        revision = {name: value for name, value in source.options.items() if name == "revision"}
-        generation: Any = GenerationConfig.from_pretrained(source.path, **revision)
+        generation: Any = GenerationConfig.from_pretrained(source.path, revision=source.options.get("revision", "main"))
     except (OSError, ValueError):
         generation = GenerationConfig.from_model_config(config)
     return config, generation
@@ -158,10 +157,10 @@ def weights_fingerprint(source: str | Path) -> str:
 def _special_tokens_of_gguf(tokenizer: Any, source: ModelSource) -> None:
     """Set the special tokens that the file names: transformers 5.10 gives a Llama-like one the bos token as its eos, too."""
     from gguf import GGUFReader
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
-    revision = {name: value for name, value in source.options.items() if name == "revision"}
-    fields = GGUFReader(str(cached_file(source.path, source.gguf_file, **revision))).fields
+    path = cached_file(source.path, str(source.gguf_file), revision=source.options.get("revision"))
+    fields = GGUFReader(str(path)).fields
     for name, key in (("eos_token", "eos"), ("bos_token", "bos"), ("pad_token", "padding")):
         field = fields.get(f"tokenizer.ggml.{key}_token_id")
         if field is not None:

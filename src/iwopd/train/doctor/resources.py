@@ -183,8 +183,9 @@ def _empty_model(config: Any) -> Any:
     """The model without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
+    build: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return build.from_config(config)
 
 
 def _most_cache() -> int:
