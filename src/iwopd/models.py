@@ -172,7 +172,7 @@ def _quiet() -> Iterator[None]:
     """Without the bars and remarks that transformers has for every file: the console is the caller's."""
     from transformers.utils import logging
 
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()  # type: ignore[no-untyped-call]
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:

@@ -14,8 +14,9 @@ import torch
 from iwopd.cli import main
 from iwopd.config import make_config
 from iwopd.train.assembly import Parts, assemble
-from iwopd.train.doctor import ScoringPath, check_echo, examine_models, examine_recipe, own_logprobs
+from iwopd.train.doctor import ScoringPath, check_echo, examine_models, examine_recipe, machine, own_logprobs
 from iwopd.train.doctor.findings import Finding
+from iwopd.train.doctor.machine import check_packages, check_processor
 from iwopd.train.doctor.working import check_sampler, known_rollouts
 from iwopd.types import Rollout
 from mismatched import MISMATCHES, healthy
@@ -171,6 +172,27 @@ def test_too_little_memory_or_disk_is_refused(tmp_path: Path, monkeypatch: pytes
     assert failed.keys() == {"memory", "disk"}
     assert "lower optim.token_budget" in failed["memory"].lower()
     assert "lower checkpoint.keep" in failed["disk"].lower()
+
+
+def test_a_processor_that_dies_of_bfloat16_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a real process each time; the one that dies does so by hand, because most machines are healthy."""
+    config = make_config({**healthy(tmp_path), "precision": "bf16"})
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert [finding.level for finding in check_processor(config)] == ["pass"]
+    monkeypatch.setattr(machine, "BFLOAT16", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    (finding,) = check_processor(config)
+    assert finding.level == "fail"
+    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in finding.text()
+    assert list(check_processor(make_config(healthy(tmp_path)))) == []
+
+
+def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config({**healthy(tmp_path), "lora": {"rank": 4, "quantize": "4bit"}})
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    said = " ".join(finding.text() for finding in check_packages(config))
+    assert "pip install 'iwopd[lora]'" in said.lower()
+    assert "pip install 'iwopd[qlora]'" in said.lower()
+    assert "gguf" not in said
 
 
 # --- the echo test --------------------------------------------------------------------------------------------------

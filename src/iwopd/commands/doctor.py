@@ -35,7 +35,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         findings.append(finding)
         print(finding.text(), flush=True)
 
-    for finding in examine_recipe(config, folder):
+    for finding in examine_recipe(config, folder, static=options.static):
         show(finding)
     failed = any(finding.level == "fail" for finding in findings)
     if not options.static and not failed:

@@ -59,6 +59,7 @@ def load_student(config: Config, source: ModelSource, device: torch.device) -> A
     model = _load(config, source, device, config.models.dtype, quantization(config.lora))
     if config.lora.rank:
         add_adapter(model, config.lora)
+        model.peft_config["default"].revision = source.revision
     return model
 
 

@@ -17,6 +17,9 @@ from iwopd.train.assembly import all_prompts, prompt_order
 from iwopd.train.loading import reference_source, source_of, world_recipe
 from iwopd.types import Prompt
 
+WORLD_PROMPTS = 256
+"""Prompts of an embedded world that are looked at."""
+
 
 @dataclass(frozen=True, eq=False)
 class Member:
@@ -82,10 +85,18 @@ def open_case(config: Config, folder: Path) -> Case:
     problem = ""
     if members["student"].tokenizer is not None:
         try:
-            prompts = all_prompts(prompt_order(config, world, members["student"].tokenizer, notes.append))
+            prompts = all_prompts(prompt_order(_fewer(config), world, members["student"].tokenizer, notes.append))
         except UserError as error:
             problem = str(error)
     return Case(config, members, limit, folder, prompts, problem, notes)
+
+
+def _fewer(config: Config) -> Config:
+    """A world's prompts are all of one kind, and making thousands of them takes longer than all checks together."""
+    if config.models.world is None:
+        return config
+    size = min(config.data.train_size, max(WORLD_PROMPTS, config.rollout.prompts_per_step))
+    return config.model_copy(update={"data": config.data.model_copy(update={"train_size": size})})
 
 
 def _nowhere(recipe: tiny.WorldRecipe) -> tiny.World:

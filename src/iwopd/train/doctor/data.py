@@ -34,7 +34,7 @@ def check_data(case: Case) -> Iterator[Finding]:
     found = [*_empty(case), *_twice(case.prompts), *_leaks(case.prompts)]
     yield from found
     if not found:
-        yield passed("data", f"{len(case.prompts):,} prompts, none empty, twice, or with its answer in it")
+        yield passed("data", f"{len(case.prompts):,} prompts looked at, none empty, twice, or with its answer in it")
 
 
 def check_contamination(prompts: Sequence[Prompt], tasks: dict[str, Sequence[Prompt]]) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,13 +15,19 @@ from iwopd.train.doctor.echo import ScoringPath
 from iwopd.train.doctor.findings import Finding, failure
 from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
 from iwopd.train.doctor.lengths import check_context, check_temperature
+from iwopd.train.doctor.machine import check_packages, check_processor
 from iwopd.train.doctor.resources import check_resources
 from iwopd.train.doctor.working import check_heads, check_masks, check_sampler, check_scorers, known_rollouts, local_models
 
 
-def examine_recipe(config: Config, folder: Path) -> Iterator[Finding]:
-    """What can be said without weights; `folder` is the run directory. Reads tokenizers, configs and prompts."""
-    yield from _packages(config)
+def examine_recipe(config: Config, folder: Path, *, static: bool = False) -> Iterator[Finding]:
+    """What can be said without weights; `folder` is the run directory. Reads tokenizers, configs and prompts.
+
+    `static`: the models will not be loaded here, so this machine's processor does not matter.
+    """
+    yield from check_packages(config)
+    if not static:
+        yield from check_processor(config)
     case = open_case(config, folder)
     yield from check_files(case)
     yield from check_vocabularies(case)
@@ -60,16 +65,3 @@ def _sized(case: Case) -> Iterator[Finding]:
         yield from check_resources(case)
     except UserError as error:  # an adapter that does not fit the model
         yield failure("memory", str(error), "correct it")
-
-
-def _packages(config: Config) -> Iterator[Finding]:
-    models = config.models
-    names = [models.student, models.teacher, models.reference, models.student_gguf_file, models.teacher_gguf_file]
-    needed = {
-        "peft": ("lora", config.lora.rank > 0),
-        "bitsandbytes": ("qlora", config.lora.quantize != "none"),
-        "gguf": ("gguf", any(str(name).endswith(".gguf") for name in names)),
-    }
-    for package, (extra, wanted) in needed.items():
-        if wanted and importlib.util.find_spec(package) is None:
-            yield failure("packages", f"this recipe needs {package}, which is not installed", f"pip install 'iwopd[{extra}]'")

@@ -30,7 +30,9 @@ def check_files(case: Case) -> Iterator[Finding]:
         yield failure("files", f"the student {case.student.source} brings no tokenizer", "put its tokenizer files beside it")
     readable = [member.name for member in case.members.values() if not member.problem]
     if readable:
-        yield passed("files", f"{listed(readable)} can be read")
+        world = case.config.models.world
+        where = "can be read" if world is None else f"come with the embedded world {world!r}"
+        yield passed("files", f"{listed(readable)} {where}")
 
 
 def check_vocabularies(case: Case) -> Iterator[Finding]:
