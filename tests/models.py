@@ -114,3 +114,79 @@ def save_byte_model(folder: Path, *, chat: bool = True, seed: int = 0) -> Path:
     Qwen3ForCausalLM(config).save_pretrained(folder)
     byte_tokenizer(chat=chat).save_pretrained(folder)
     return folder
+
+
+def save_gguf(folder: Path, *, quantised: bool = False, seed: int = 0) -> tuple[Any, Any]:
+    """A random Llama that reads and writes bytes as `folder/tiny.gguf`; returns the model and its tokenizer.
+
+    Written with the format's own package, in the layout of llama.cpp (rotary pairs side by side).
+    """
+    import gguf
+    from tokenizers import AddedToken
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<bos>", special=True, normalized=False)])
+    pairs = ["he", "hel"]  # a file with less than two merges is not understood
+    model = make_model("llama", hidden=64, vocab=len(tokenizer) + len(pairs), seed=seed).eval()
+    config = model.config
+    folder.mkdir(parents=True, exist_ok=True)
+    file = gguf.GGUFWriter(folder / "tiny.gguf", "llama")
+    file.add_context_length(config.max_position_embeddings)
+    file.add_embedding_length(config.hidden_size)
+    file.add_block_count(config.num_hidden_layers)
+    file.add_feed_forward_length(config.intermediate_size)
+    file.add_head_count(config.num_attention_heads)
+    file.add_head_count_kv(config.num_key_value_heads)
+    file.add_rope_dimension_count(config.head_dim)
+    file.add_layer_norm_rms_eps(config.rms_norm_eps)
+    file.add_vocab_size(config.vocab_size)
+    file.add_tokenizer_model("gpt2")
+    tokens = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
+    file.add_token_list([*tokens, *pairs])
+    file.add_token_types([3 if token in ("<pad>", "<eos>", "<bos>") else 1 for token in [*tokens, *pairs]])
+    file.add_token_merges(["h e", "he l"])
+    file.add_bos_token_id(tokens.index("<bos>"))
+    file.add_eos_token_id(1)
+    file.add_pad_token_id(0)
+    file.add_unk_token_id(0)
+    file.add_chat_template(tokenizer.chat_template)
+    for name, tensor in model.state_dict().items():
+        values = _llama_cpp_order(name, tensor.float(), config).numpy().copy()
+        kind = gguf.GGMLQuantizationType.Q8_0
+        if quantised and values.ndim == 2:
+            file.add_tensor(_gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            file.add_tensor(_gguf_name(name), values)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+    return model, tokenizer
+
+
+def _llama_cpp_order(name: str, tensor: Any, config: Any) -> Any:
+    for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+        if part in name:
+            return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def _gguf_name(name: str) -> str:
+    parts = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "post_attention_layernorm": "ffn_norm",
+        "input_layernorm": "attn_norm",
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "model.layers": "blk",
+    }
+    for ours, theirs in parts.items():
+        name = name.replace(ours, theirs)
+    return name

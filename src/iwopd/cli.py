@@ -13,7 +13,9 @@ from iwopd.commands import (
     check_math,
     compare,
     demo,
+    doctor,
     evaluate,
+    export,
     figures,
     methods,
     probe,
@@ -28,7 +30,7 @@ from iwopd.errors import UserError
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "train":
+    if rest and options.command not in ("train", "doctor"):
         parser.error(f"unknown argument {rest[0]!r}; see `iwopd {options.command} --help`")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -53,11 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     for command in (
         demo,
         train,
+        doctor,
         evaluate,
         compare,
         probe,
         report,
         figures,
+        export,
         reproduce,
         serve_teacher,
         check_math,

@@ -35,6 +35,7 @@ KEPT_QUIET = ("urls", "api_key_env")
 """Settings whose wrong values are not repeated: somebody may have put a key there."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class Section(BaseModel):
@@ -50,12 +51,25 @@ class Models(Section):
     student_size: str | None = Field(None, description="size of the world's student; empty: the world's default")
     teacher_size: str | None = Field(None, description="size of the world's teacher; empty: the world's default")
     lineage: int = Field(0, ge=0, description="which of the world's lineages (data order and initialisation of its models)")
-    student: str | None = Field(None, description="student: local folder or hub id (not with a world)")
-    teacher: str | None = Field(None, description="teacher: local folder or hub id (not with a world)")
+    student: str | None = Field(None, description="student: local folder, hub id or GGUF file (not with a world)")
+    teacher: str | None = Field(None, description="teacher: local folder, hub id or GGUF file (not with a world)")
     reference: str | None = Field(
         None, description="reference for ExOPD and the auxiliary KL; empty: the student's initial weights"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="precision in which models are loaded")
+    student_gguf_file: str | None = Field(None, description="GGUF file in the student's folder or repository")
+    teacher_gguf_file: str | None = Field(None, description="GGUF file in the teacher's folder or repository")
+    reference_gguf_file: str | None = Field(None, description="GGUF file in the reference's folder or repository")
+    student_revision: str | None = Field(None, description="commit, tag or branch of the student on the hub; pin a commit")
+    teacher_revision: str | None = Field(None, description="commit, tag or branch of the teacher on the hub")
+    reference_revision: str | None = Field(None, description="commit, tag or branch of the reference on the hub")
+    dtype: Dtype = Field("float32", description="precision in which models are loaded")
+    teacher_dtype: Dtype | None = Field(None, description="precision of the teacher; empty: as dtype")
+    attention: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] | None = Field(
+        None, description="attention implementation of all models; empty: transformers chooses"
+    )
+    teacher_device: str | None = Field(
+        None, description="device of the teacher: cpu, cuda:1, or auto (spread); empty: that of the student"
+    )
     trust_remote_code: bool = Field(False, description="run model code that a repository brings along")
 
     @model_validator(mode="after")
@@ -64,6 +78,28 @@ class Models(Section):
             raise ValueError("give models.world, or both models.student and models.teacher")
         if self.world is not None and (self.student or self.teacher):
             raise ValueError("models.world brings student and teacher; leave models.student and models.teacher out")
+        for name in ("student", "teacher", "reference"):
+            if getattr(self, name) is None and (getattr(self, f"{name}_gguf_file") or getattr(self, f"{name}_revision")):
+                raise ValueError(f"models.{name}_gguf_file and models.{name}_revision need models.{name}")
+        return self
+
+
+class Lora(Section):
+    """Train an adapter instead of the whole student. Needs the extra `lora`."""
+
+    rank: int = Field(0, ge=0, description="rank of the student's LoRA matrices; 0: train all weights")
+    alpha: float = Field(32.0, gt=0, description="the adapter's output is scaled by alpha / rank")
+    targets: list[str] = Field(
+        ["all-linear"], min_length=1, description="names of the layers that get one; all-linear: all but the output matrix"
+    )
+    quantize: Literal["none", "4bit", "8bit"] = Field(
+        "none", description="keep the frozen weights quantised (QLoRA): needs bitsandbytes and a GPU"
+    )
+
+    @model_validator(mode="after")
+    def _quantised_base_needs_an_adapter(self) -> Self:
+        if self.quantize != "none" and not self.rank:
+            raise ValueError("quantised weights cannot be trained: set lora.rank, or lora.quantize = 'none'")
         return self
 
 
@@ -148,6 +184,9 @@ class RolloutSettings(Section):
     temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it, too")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")
     top_k: int = Field(0, ge=0, description="keep the k likeliest ids; 0: off")
+    stop_tokens: list[str] = Field(
+        [], description="tokens that end an answer, besides those of tokenizer and generation config"
+    )
     truncated: Literal["keep", "mask", "drop"] = Field(
         "keep", description="rollouts cut off by max_tokens: train on them or not"
     )
@@ -294,6 +333,7 @@ class Config(Section):
     threads: int | None = Field(None, ge=1, description="CPU threads; results are bitwise equal only for equal numbers")
     precision: Literal["no", "bf16"] = Field("no", description="mixed precision of the student's forward pass (autocast)")
     models: Models = Field(default_factory=Models.model_construct)
+    lora: Lora = Lora()
     data: Data = Data()
     method: Method = Method()
     rollout: RolloutSettings = RolloutSettings()

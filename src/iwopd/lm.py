@@ -106,7 +106,8 @@ class ResponseModel:
             count, width = sequences.input_ids.shape
             first = torch.arange(count, device=sequences.input_ids.device) * width
         states: Tensor = self.model.base_model(**inputs).last_hidden_state
-        return states.flatten(0, 1)[(first[:, None] + sequences.source)[sequences.mask]]
+        rows = (first[:, None] + sequences.source)[sequences.mask]
+        return states.flatten(0, 1)[rows.to(states.device)]  # a model that is spread may end on another device than it begins
 
     def hidden(self, sequences: Sequences) -> Tensor:
         """The same, padded: [B, T, H]; 0 outside the mask."""
@@ -120,17 +121,20 @@ class ResponseModel:
 
     def _fused_logprobs(self, sequences: Sequences) -> Tensor:
         values = self.head_logprobs(self.token_hidden(sequences), sequences.response_ids[sequences.mask])
+        values = values.to(sequences.mask.device)
         return values.new_zeros(sequences.mask.shape).masked_scatter(sequences.mask, values)
 
     def head_logprobs(self, hidden: Tensor, response_ids: Tensor) -> Tensor:
         """Log-probs [N] of tokens [N] from the hidden states [N, H] that predict them."""
         weight, bias = self.head
+        hidden, response_ids = hidden.to(weight.device), response_ids.to(weight.device)
         return algo.token_logprobs(
             hidden, weight, response_ids, bias=bias, temperature=self.temperature, vocab_size=self.vocab_size
         )
 
     def check_head(self, sequences: Sequences, tolerance: float = 1e-3) -> float:
         """Largest difference between the fused head and the model's own logits; beyond the tolerance, stop using it."""
+        sequences = sequences.to(self.device)
         with torch.no_grad():
             fused, own = self._fused_logprobs(sequences), self._own_logprobs(sequences)
         difference = float((fused - own).abs().max()) if fused.numel() else 0.0

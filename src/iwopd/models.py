@@ -1,14 +1,17 @@
-"""Models and tokenizers by local folder or hub id. Safetensors only; code of a repository only if asked for."""
+"""Models and tokenizers by local folder, hub id or GGUF file. Safetensors only; code of a repository only if asked for."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from iwopd.errors import UserError
 
@@ -17,72 +20,177 @@ class ModelError(UserError, ValueError):
     """A model or tokenizer that cannot be loaded or does not fit, with the reason."""
 
 
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from: a folder or hub id, a GGUF file in it, and which revision of the hub's repository."""
+
+    path: str
+    gguf_file: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, source: str | Path | ModelSource, *, revision: str | None = None) -> ModelSource:
+        """`folder/model.gguf` (or `owner/name/model.gguf` on the hub) names a GGUF file; anything else a folder or hub id."""
+        if isinstance(source, ModelSource):
+            return source
+        if str(source).endswith(".gguf"):
+            return cls(str(Path(source).parent), Path(source).name, revision)
+        return cls(str(source), None, revision)
+
+    def __str__(self) -> str:
+        name = self.path if self.gguf_file is None else f"{self.path}/{self.gguf_file}"
+        return name if self.revision is None else f"{name}@{self.revision}"
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.path).is_dir()
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Arguments of every `from_pretrained`."""
+        given = {"gguf_file": self.gguf_file, "revision": None if self.is_local else self.revision}
+        return {name: value for name, value in given.items() if value is not None}
+
+
 def load_model(
-    source: str | Path, *, dtype: str = "float32", device: torch.device | str = "cpu", trust_remote_code: bool = False
+    source: str | Path | ModelSource,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    attention: str | None = None,
+    quantization: Any = None,
 ) -> Any:
-    """A causal LM, on its device, in the mode transformers leaves it in (eval)."""
+    """A causal LM, on its device, in the mode transformers leaves it in (eval).
+
+    device: `auto` spreads it over the accelerators there are. attention: a name that transformers knows (sdpa,
+    flash_attention_2, ...). quantization: a quantisation config of transformers, whose model stays where it was loaded.
+    """
+    source = ModelSource.of(source)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **source.options}
+    if source.gguf_file is None:
+        options["use_safetensors"] = True
+    if attention is not None:
+        options["attn_implementation"] = attention
+    if quantization is not None:
+        options |= {"quantization_config": quantization, "device_map": {"": device}}
+    elif str(device) == "auto":
+        options["device_map"] = "auto"
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, use_safetensors=True
-        )
-    except (OSError, ValueError, SafetensorError) as error:
+        with _quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=getattr(torch, dtype), output_loading_info=True, **options
+            )
+    except (OSError, ValueError, SafetensorError, ImportError) as error:
         raise ModelError(f"cannot load a model from {source}: {_why(source, error)}") from None
-    return model.to(device)
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelError(
+            f"{source} lacks {len(missing)} weights of a {type(model).__name__}, first of all {missing[0]}: they would be "
+            "random. The download is incomplete, or its config.json is that of another model"
+        )
+    return model if "device_map" in options else model.to(device)
 
 
-def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(source: str | Path | ModelSource, *, trust_remote_code: bool = False) -> Any:
+    source = ModelSource.of(source)
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code, **source.options)
+            if source.gguf_file is not None:
+                _special_tokens_of_gguf(tokenizer, source)
+    except (OSError, ValueError, AttributeError, TypeError, ImportError) as error:
+        # Attribute and type errors: what transformers makes of a GGUF file without a complete tokenizer.
         raise ModelError(f"cannot load a tokenizer from {source}: {_why(source, error)}") from None
+    return tokenizer
+
+
+def load_configs(source: str | Path | ModelSource, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """Config and generation config of a model, without its weights."""
+    source = ModelSource.of(source)
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, **source.options)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"cannot read the config of {source}: {_why(source, error)}") from None
+    try:
+        generation: Any = GenerationConfig.from_pretrained(source.path, revision=source.options.get("revision", "main"))
+    except (OSError, ValueError):
+        generation = GenerationConfig.from_model_config(config)
+    return config, generation
+
+
+def brings_tokenizer(source: str | Path | ModelSource) -> bool:
+    """Whether there is one to load; without any, transformers would make one up from the architecture."""
+    source = ModelSource.of(source)
+    folder = Path(source.path)
+    if source.gguf_file is not None or not folder.is_dir():
+        return True
+    return bool([*folder.glob("*token*"), *folder.glob("vocab*")])
 
 
 def stop_ids(tokenizer: Any, model: Any) -> frozenset[int]:
     """End-of-sequence ids of the tokenizer and of the model's generation config."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
+    return end_ids(tokenizer, model.generation_config)
+
+
+def end_ids(tokenizer: Any, generation_config: Any) -> frozenset[int]:
+    """The same, where there is a generation config but no model."""
+    configured = getattr(generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, (list, tuple)) else [configured]
     return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
-
-
-def check_same_tokenizer(tokenizer: Any, other_source: str | Path, *, trust_remote_code: bool = False) -> None:
-    """If the model at `other_source` brings a tokenizer, its ids must mean what the student's mean."""
-    folder = Path(other_source)
-    if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
-        return  # it brings none, and transformers would make one up from the architecture
-    try:
-        other = load_tokenizer(other_source, trust_remote_code=trust_remote_code)
-    except ModelError:
-        return  # it brings none
-    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in (tokenizer, other))
-    wrong = next((i for i, token in sorted(ours.items()) if theirs.get(i) != token), None)
-    if wrong is not None:
-        raise ModelError(
-            f"id {wrong} is {ours[wrong]!r} for the student and {theirs.get(wrong)!r} for the teacher {other_source}: their "
-            "tokenizers differ, so the teacher would score other texts than the student wrote; choose a pair of one family"
-        )
-
-
-def check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
-    """The model called `name` must have a row of its output matrix for every id of the student's tokenizer."""
-    rows = model.get_output_embeddings().weight.shape[0]
-    if rows < len(tokenizer):
-        raise ModelError(
-            f"the student's tokenizer has {len(tokenizer)} ids, the {name}'s output matrix {rows} rows: both models must share "
-            "the student's vocabulary"
-        )
 
 
 def weights_fingerprint(source: str | Path) -> str:
     """Tells whether a local folder still holds the same weights (names, sizes and times of its files); a hub id is itself."""
     folder = Path(source)
-    if not folder.is_dir():
+    if folder.suffix == ".gguf" and folder.is_file():
+        files = [folder]
+    elif folder.is_dir():
+        files = sorted(folder.glob("*.safetensors"))
+    else:
         return str(source)
-    files = sorted(folder.glob("*.safetensors"))
     about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
 
-def _why(source: str | Path, error: Exception) -> str:
+def _special_tokens_of_gguf(tokenizer: Any, source: ModelSource) -> None:
+    """Set the special tokens that the file names: transformers 5.10 gives a Llama-like one the bos token as its eos, too."""
+    from gguf import GGUFReader
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(source.path, str(source.gguf_file), revision=source.options.get("revision"))
+    fields = GGUFReader(str(path)).fields
+    for name, key in (("eos_token", "eos"), ("bos_token", "bos"), ("pad_token", "padding")):
+        field = fields.get(f"tokenizer.ggml.{key}_token_id")
+        if field is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(field.contents())))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars and remarks that transformers has for every file: the console is the caller's."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _why(source: ModelSource, error: Exception) -> str:
     """For a path that does not exist, transformers complains about the form of a hub id."""
-    is_path = str(source).startswith(("/", ".", "~")) or str(source).count("/") > 1
-    return "there is no such folder" if is_path and not Path(source).exists() else str(error)
+    path = source.path
+    is_path = path.startswith(("/", ".", "~")) or path.count("/") > 1
+    if is_path and not Path(path).exists():
+        return "there is no such folder"
+    if source.gguf_file is not None and source.is_local and not (Path(path) / source.gguf_file).is_file():
+        return "there is no such GGUF file"
+    if source.gguf_file is not None and isinstance(error, ImportError):
+        return "GGUF files need the package gguf: pip install 'iwopd[gguf]'"
+    return str(error)

@@ -22,6 +22,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--out", type=Path, help="run directory (default: runs/<recipe>-seed<seed>)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of the run directory")
     parser.add_argument("--allow-changes", action="store_true", help="resume although settings or data differ")
+    parser.add_argument("--no-doctor", action="store_true", help="train without the checks of `iwopd doctor`")
     parser.set_defaults(run=_run)
 
 
@@ -40,7 +41,14 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     config = load_config(recipe, overrides)
     folder = folder or Path("runs") / f"{recipe.stem}-seed{config.seed}"
     with pretraining_progress() as progress:
-        done = run_training(config, folder, resume=options.resume, allow_changes=options.allow_changes, progress=progress)
+        done = run_training(
+            config,
+            folder,
+            resume=options.resume,
+            allow_changes=options.allow_changes,
+            doctor=not options.no_doctor,
+            progress=progress,
+        )
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"{done.step} steps done; run directory: {folder}")
     return 0

@@ -19,6 +19,12 @@ class Rendered(NamedTuple):
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, thinking: bool = False) -> Rendered:
     """Render with the tokenizer's chat template, ready for the answer; thinking is off unless asked for."""
+    text = render_text(tokenizer, messages, thinking=thinking)
+    return Rendered(text, encode(tokenizer, text))
+
+
+def render_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, thinking: bool = False) -> str:
+    """The same, without ids."""
     if not tokenizer.chat_template:
         raise ChatError("the tokenizer has no chat template to render it with")
     try:
@@ -27,7 +33,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, thinking: b
         )
     except Exception as error:  # whatever a template raises
         raise ChatError(f"the chat template refuses it: {error}") from None
-    return Rendered(text, encode(tokenizer, text))
+    return str(text)
 
 
 def encode(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -46,9 +46,14 @@ def lean_obstacle(model: nn.Module) -> str | None:
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
         return "global forward hooks are set"
     plain = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
+    adapters = tuple(f"{name}." for name, module in model.named_modules() if _is_lora(module))
+    if adapters and _matrix_bytes(model) > COPY_BYTES:
+        return "an adapter in a model whose weights are too large to be copied"
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"module {name or 'model'!r} has a hook or a replaced forward"
+        if name.startswith(adapters) or f"{name}." in adapters:
+            continue  # read as one matrix
         if type(module) not in plain and not type(module).__module__.startswith("transformers."):
             return f"module {name!r} is a {type(module).__name__}"
     parameters = list(model.parameters())
@@ -59,6 +64,28 @@ def lean_obstacle(model: nn.Module) -> str | None:
     if not parameters[0].dtype.is_floating_point or parameters[0].device.type == "meta":
         return f"parameters are {parameters[0].dtype} on {parameters[0].device}"
     return None
+
+
+def _is_lora(module: nn.Module) -> bool:
+    """Whether it is a linear layer with one plain LoRA adapter of peft's that is switched on: `weight + scale * B @ A`."""
+    layer: Any = module
+    if type(module).__name__ != "Linear" or type(module).__module__ != "peft.tuners.lora.layer":
+        return False
+    if layer.merged or layer.disable_adapters or len(layer.active_adapters) != 1 or layer.lora_variant:
+        return False
+    second = layer.lora_B[layer.active_adapters[0]]
+    return type(layer.base_layer) is nn.Linear and not layer.fan_in_fan_out and second.bias is None
+
+
+def _matrix_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.dim() == 2)
+
+
+def _weight(linear: nn.Module) -> Tensor:
+    """[out, in], an adapter added."""
+    layer: Any = linear
+    weight: Tensor = layer.weight.detach()
+    return weight + layer.get_delta_weight(layer.active_adapters[0]).detach() if _is_lora(linear) else weight
 
 
 @dataclass(frozen=True)
@@ -106,7 +133,7 @@ class LeanDecoder:
         self.eps_tensor = torch.tensor(self.eps)
         self.embedding: Tensor = body.embed_tokens.weight.detach()
         self.norm: Tensor = body.norm.weight.detach()
-        copies = sum(p.numel() * p.element_size() for p in model.parameters() if p.dim() == 2) <= COPY_BYTES
+        copies = _matrix_bytes(model) <= COPY_BYTES
         self.layers = [_read_layer(layer, self.heads, self.kv_heads, copies) for layer in body.layers]
         self.head = _read_projection([whole.lm_head], copies, vocab_size)
         cos, sin = body.rotary_emb(self.embedding[:1], torch.arange(width, device=self.embedding.device)[None])
@@ -281,7 +308,7 @@ def _read_layer(layer: Any, heads: int, kv_heads: int, copies: bool) -> _Layer:
 
 def _read_projection(linears: list[nn.Linear], copies: bool, rows: int | None = None) -> _Projection:
     """The transposed weights of these layers: one contiguous copy, or views. `rows` cuts ids that do not exist."""
-    matrices = tuple(linear.weight.detach()[:rows].t() for linear in linears)
+    matrices = tuple(_weight(linear)[:rows].t() for linear in linears)
     biases = tuple(None if linear.bias is None else linear.bias.detach()[:rows] for linear in linears)
     if not copies:
         return _Projection(matrices, biases)

@@ -12,21 +12,24 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from iwopd import tiny
+from iwopd.adapters import adapter_off
 from iwopd.config import Config, ConfigError
 from iwopd.data.prompts import DataError, MixedOrder, PromptOrder, load_prompts
 from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
 from iwopd.lm import ResponseModel
-from iwopd.models import check_same_tokenizer, check_vocabulary, load_model, load_tokenizer, stop_ids
+from iwopd.models import ModelSource, load_tokenizer, stop_ids
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.engines import open_engine
 from iwopd.train.learner import Learner
+from iwopd.train.loading import load_reference, load_student, load_teacher, open_world, reference_source, source_of
 from iwopd.train.ranks import Ranks
 from iwopd.train.teachers import build_teacher
+from iwopd.vocabulary import check_same_tokenizer, check_vocabulary
 
 Notify = Callable[[str], None]
 
@@ -50,6 +53,8 @@ class Parts:
     device: torch.device
     close_engine: Callable[[], None]
     """Ends the engine that the samplers share."""
+    max_response: int
+    """Most tokens of a rollout."""
 
 
 def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = None) -> Parts:
@@ -58,11 +63,11 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         torch.set_num_threads(config.threads)
     accelerator = Accelerator(mixed_precision=config.precision)
     set_seed(config.seed)
-    world = _world(config, progress)
+    world = open_world(config, progress)
     tokenizer, student, teacher = _models(config, world, accelerator.device)
     vocab_size = len(tokenizer)
     order = prompt_order(config, world, tokenizer, notify)
-    stops = stop_ids(tokenizer, student)
+    stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
     max_tokens = config.rollout.max_tokens or (world.max_response_tokens if world else 0)
     if not max_tokens:
         raise ConfigError("rollout.max_tokens is needed when no embedded world says how long answers are")
@@ -84,9 +89,9 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         return LocalScorer(model, temperature=config.rollout.temperature, vocab_size=vocab_size, **options)
 
     def local_teacher(source: str | None) -> LocalScorer:
-        return scorer(teacher if source is None else _load_teacher(config, source, tokenizer, accelerator.device))
+        return scorer(teacher if source is None else _other_teacher(config, source, tokenizer, accelerator.device))
 
-    reference = _reference(config, world, tokenizer, accelerator.device) if config.method.needs_reference else None
+    reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator.device)
     lm = ResponseModel(student, temperature=config.rollout.temperature, vocab_size=vocab_size)
     return Parts(
         tokenizer=tokenizer,
@@ -96,60 +101,52 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         eval_samplers={task.name: sampler(task.max_tokens, task.temperature) for task in tasks},
         student_scorer=scorer(student, autocast=accelerator.autocast),
         teacher_scorer=build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher),
-        reference_scorer=None if reference is None else scorer(reference),
+        reference_scorer=reference_scorer,
         learner=Learner(lm, config.optim, config.method, accelerator, ranks),
         tasks=tasks,
         ranks=ranks,
         device=accelerator.device,
         close_engine=close_engine,
+        max_response=max_tokens,
     )
-
-
-def _world(config: Config, progress: tiny.Progress | None) -> tiny.World | None:
-    models = config.models
-    if models.world is None:
-        return None
-    chosen = {"teacher": models.teacher_size, "student": models.student_size}
-    sizes = {name: size for name, size in chosen.items() if size is not None}
-    try:
-        recipe = tiny.world_recipe(models.world, lineage=models.lineage, **sizes)
-    except ValueError as error:
-        raise ConfigError(f"models.world: {error}") from None
-    return tiny.open_world(recipe, progress=progress)
-
-
-def _load(config: Config, source: str | Path, device: torch.device) -> Any:
-    models = config.models
-    return load_model(source, dtype=models.dtype, device=device, trust_remote_code=models.trust_remote_code)
 
 
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:
     """Tokenizer, student and teacher; no teacher where a server has it."""
-    if world is not None:
-        teacher = None if config.teacher.urls else _load(config, world.teacher, device).eval()
-        return world.tokenizer, _load(config, world.student, device), teacher
-    assert config.models.student is not None  # the config was validated
-    assert config.models.teacher is not None
-    tokenizer = load_tokenizer(config.models.student, trust_remote_code=config.models.trust_remote_code)
-    student = _load(config, config.models.student, device)
+    sources = {name: source_of(config, name, world) for name in ("student", "teacher")}
+    student_source, teacher_source = sources["student"], sources["teacher"]
+    assert student_source is not None  # the config was validated
+    assert teacher_source is not None
+    trust = config.models.trust_remote_code
+    tokenizer = world.tokenizer if world is not None else load_tokenizer(student_source, trust_remote_code=trust)
+    student = load_student(config, student_source, device)
     check_vocabulary("student", student, tokenizer)
-    teacher = None if config.teacher.urls else _load_teacher(config, config.models.teacher, tokenizer, device)
+    if config.teacher.urls:
+        return tokenizer, student, None
+    teacher = load_teacher(config, teacher_source, device)
+    check_vocabulary("teacher", teacher, tokenizer)
     return tokenizer, student, teacher
 
 
-def _load_teacher(config: Config, source: str, tokenizer: Any, device: torch.device) -> Any:
-    teacher = _load(config, source, device).eval()
+def _other_teacher(config: Config, path: str, tokenizer: Any, device: torch.device) -> Any:
+    """One of several teachers; the doctor looks at the first one only."""
+    source = ModelSource.of(path)
+    teacher = load_teacher(config, source, device)
     check_vocabulary("teacher", teacher, tokenizer)
     check_same_tokenizer(tokenizer, source, trust_remote_code=config.models.trust_remote_code)
     return teacher
 
 
-def _reference(config: Config, world: tiny.World | None, tokenizer: Any, device: torch.device) -> Any:
-    source = config.models.reference or (world.student if world is not None else config.models.student)
-    assert source is not None
-    model = _load(config, source, device).eval()
+def _reference_scorer(config: Config, world: tiny.World | None, tokenizer: Any, student: Any, scorer: Any, device: Any) -> Any:
+    """Scores under the reference, where the method needs one: a model of its own, or the student without its adapter."""
+    if not config.method.needs_reference:
+        return None
+    source = reference_source(config, world)
+    if source is None:
+        return scorer(student, autocast=lambda: adapter_off(student))
+    model = load_reference(config, source, device)
     check_vocabulary("reference", model, tokenizer)
-    return model
+    return scorer(model)
 
 
 def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> PromptOrder | MixedOrder:

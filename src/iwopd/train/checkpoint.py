@@ -73,8 +73,11 @@ class CheckpointStore:
         tokenizer: PreTrainedTokenizerBase | None = None,
         optimizer: Optimizer,
         state: Mapping[str, JSON],
+        card: str | None = None,
     ) -> Path:
         """Write the checkpoint of `step` and return its folder; when this returns, it is on the disk.
+
+        `card` becomes the README.md beside the weights.
 
         A valid checkpoint of the same step is replaced. Older ones beyond `keep` are deleted once the new one stands;
         those of later steps are left alone. On any error the checkpoints that were there stay as they were.
@@ -93,7 +96,9 @@ class CheckpointStore:
                     draft = self._temporary("", name)
                     draft.mkdir()
                     stack.enter_context(locked(draft))  # held until the end: says "alive" where a process id cannot
-                write_checkpoint(draft, step, model=model, tokenizer=tokenizer, optimizer=optimizer, state=plain_state)
+                write_checkpoint(
+                    draft, step, model=model, tokenizer=tokenizer, optimizer=optimizer, state=plain_state, card=card
+                )
                 with locked(self.directory):
                     self._put_in_place(draft, name)
                     self._retain(step)

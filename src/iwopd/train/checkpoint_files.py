@@ -1,6 +1,6 @@
 """The folder of one checkpoint: writing all its files, checking them, reading them.
 
-    model/                    what save_pretrained writes: weights, config, tokenizer
+    model/                    what save_pretrained writes: weights, config, tokenizer (or the adapter alone); README.md
     optimizer.safetensors     optimizer.json
     rng.safetensors           rng.json   state.json
     manifest.json             size and SHA-256 of every file above
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 """Raise it when the files of a checkpoint change their meaning."""
 MANIFEST = "manifest.json"
-REQUIRED = ("model/config.json", "optimizer.safetensors", "optimizer.json", "rng.safetensors", "rng.json", "state.json")
+CONFIGS = ("model/config.json", "model/adapter_config.json")
+"""Of a whole model or of an adapter: one of them is there."""
+REQUIRED = ("optimizer.safetensors", "optimizer.json", "rng.safetensors", "rng.json", "state.json")
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,11 @@ def write_checkpoint(
     tokenizer: PreTrainedTokenizerBase | None,
     optimizer: Optimizer,
     state: Mapping[str, Any],
+    card: str | None = None,
 ) -> None:
     """All files, forced to the disk, the manifest last."""
     write_rng(folder)  # first: nothing after it may draw a random number that the resumed run would not
-    write_model(folder / "model", model, tokenizer)
+    write_model(folder / "model", model, tokenizer, card)
     write_optimizer(folder, optimizer)
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     files = {}
@@ -121,7 +124,7 @@ def damage(folder: Path, step: int) -> str | None:
         )
     if version != FORMAT_VERSION or written_step != step:
         return f"{MANIFEST} is of format {version!r} and step {written_step!r}, not of format {FORMAT_VERSION} and step {step}"
-    for name in REQUIRED:
+    for name in (*REQUIRED, *([] if sizes.keys() & set(CONFIGS) else CONFIGS[:1])):
         if name not in sizes:
             return f"{MANIFEST} does not list {name}"
     try:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from iwopd.adapters import adapter_tensors, base_fingerprint, has_adapter
 from iwopd.errors import UserError
 from iwopd.filesystem import read_json
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+BASE = "base.json"
+"""Beside an adapter: which frozen weights it belongs to."""
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -35,7 +38,7 @@ class CheckpointError(UserError, RuntimeError):
 
 def tensor_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """Bytes that the tensors of model and optimizer take, tied ones once: about what a checkpoint needs."""
-    weights = {_memory(tensor): tensor.nbytes for tensor in model.state_dict(keep_vars=True).values()}
+    weights = {_memory(tensor): tensor.nbytes for tensor in _saved_tensors(model).values()}
     state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
     return sum([*weights.values(), *(tensor.nbytes for tensor in state)])
 
@@ -43,13 +46,22 @@ def tensor_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 # --- model ----------------------------------------------------------------------------------------------------------
 
 
-def write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """For `from_pretrained` and for `load_weights`; what could not be loaded again fails now, not then."""
+def write_model(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, card: str | None = None
+) -> None:
+    """For `from_pretrained` and for `load_weights`; what could not be loaded again fails now, not then.
+
+    Of a model with an adapter the adapter alone is written, and which frozen weights it belongs to. `card` is its README.
+    """
     with _no_progress_bars():
         # The model's own tensor names, not those of an older file layout: so they go back in without conversion.
         model.save_pretrained(folder, save_original_format=False)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if has_adapter(model):
+        (folder / BASE).write_text(json.dumps({"fingerprint": base_fingerprint(model)}), encoding="utf-8")
+    if card is not None:
+        (folder / "README.md").write_text(card, encoding="utf-8")
     written: list[str] = []
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -59,6 +71,7 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
 
 def load_weights(folder: Path, model: nn.Module) -> None:
     """Copy the weights into `model`. Names, shapes and dtypes must agree, or nothing is touched."""
+    _check_base(folder, model)
     saved = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     targets = _targets(model, saved, where=str(folder))
     for name, tensor in saved.items():
@@ -75,7 +88,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 def _targets(model: nn.Module, names: Iterable[str], *, where: str) -> dict[str, Tensor]:
     """The model's tensor for each saved name. Every tensor of the model must be met exactly once, tied ones as one."""
-    live: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    live = _saved_tensors(model)
     names = sorted(names)
     if unknown := [name for name in names if name not in live]:
         raise CheckpointError(f"{where} has {len(unknown)} tensors that the model has not, first of all {unknown[0]}")
@@ -87,9 +100,26 @@ def _targets(model: nn.Module, names: Iterable[str], *, where: str) -> dict[str,
     if missing := [name for name in live if _memory(live[name]) not in met]:
         raise CheckpointError(
             f"{where} lacks {len(missing)} tensors of the model, first of all {missing[0]}: the checkpoint is of another "
-            "model, of one that ties these weights, or of an adapter alone (only whole models can be saved)"
+            "model, of one that ties these weights, or of another adapter"
         )
     return {name: live[name] for name in names}
+
+
+def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model, by the names in its files: everything, or its adapter."""
+    return adapter_tensors(model) if has_adapter(model) else model.state_dict(keep_vars=True)
+
+
+def _check_base(folder: Path, model: nn.Module) -> None:
+    """An adapter goes back onto the frozen weights that it was trained on, or nowhere."""
+    if (folder / BASE).exists() != has_adapter(model):
+        holds, wants = ("an adapter", "a whole model") if (folder / BASE).exists() else ("a whole model", "an adapter")
+        raise CheckpointError(f"{folder} holds {holds}, but {wants} is trained: set lora.rank as it was, or start a new run")
+    if has_adapter(model) and read_json(folder / BASE)["fingerprint"] != base_fingerprint(model):
+        raise CheckpointError(
+            f"the adapter in {folder} was trained on other frozen weights than those that were loaded: "
+            "load the student as it was (same files, same dtype), or start a new run"
+        )
 
 
 def _memory(tensor: Tensor) -> object:

@@ -21,6 +21,7 @@ from iwopd.errors import UserError
 from iwopd.lm import Sequences
 from iwopd.teacher.router import local_scorers
 from iwopd.train.assembly import Parts
+from iwopd.train.card import model_card
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.evaluation import evaluate_tasks, keep_best
 from iwopd.train.metrics import step_metrics, training_progress
@@ -106,17 +107,23 @@ def train(
                 )
             stop = max(parts.ranks.gather(interrupted[0] if interrupted else 0))  # all ranks stop after the same step
             if step % config.checkpoint.every == 0 or step == config.steps or stop or better:
-                save(parts, store, done)
+                save(config, parts, run, store, done)
             if stop:
                 name = os_signal.Signals(stop).name
                 raise TrainingStoppedError(f"stopped by {name} after step {step}; continue with --resume", 128 + stop)
     return done
 
 
-def save(parts: Parts, store: CheckpointStore, done: Progress) -> None:
+def save(config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore, done: Progress) -> None:
     if parts.ranks.is_main:
-        state = asdict(done)
-        store.save(done.step, model=parts.student, tokenizer=parts.tokenizer, optimizer=parts.learner.optimizer, state=state)
+        store.save(
+            done.step,
+            model=parts.student,
+            tokenizer=parts.tokenizer,
+            optimizer=parts.learner.optimizer,
+            state=asdict(done),
+            card=model_card(config, run, done.step),
+        )
         keep_best(store, done.best_step)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from iwopd import algo, tiny
@@ -9,6 +10,7 @@ from iwopd.config import Config
 from iwopd.teacher.errors import TeacherError
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
+from iwopd.train.doctor import Finding, examine_models, examine_recipe, refuse
 from iwopd.train.evaluation import keep_best
 from iwopd.train.loop import Progress, TrainingStoppedError, save, train
 from iwopd.train.rundir import RunDirectory
@@ -21,15 +23,21 @@ def run_training(
     *,
     resume: bool = False,
     allow_changes: bool = False,
+    doctor: bool = True,
     progress: tiny.Progress | None = None,
 ) -> Progress:
-    """Train in `folder`. With `resume`, go on from the newest valid checkpoint (or from the start if there is none)."""
+    """Train in `folder`. With `resume`, go on from the newest valid checkpoint (or from the start if there is none).
+
+    `doctor` examines the recipe first, and refuses it if anything fails.
+    """
     run = RunDirectory(folder)
     messages: list[str] = []
     if resume:
         run.about()  # fail before any model is loaded
     else:
         run.check_free()
+    if doctor:
+        messages += _examined(examine_recipe(config, folder))
     parts = assemble(config, messages.append, progress)
     data = parts.order.fingerprint()
     tracker = Tracker(config, run, is_main=parts.ranks.is_main)
@@ -46,6 +54,8 @@ def run_training(
         if resume and parts.ranks.is_main:
             keep_best(store, done.best_step)  # a run killed right after a save may not have come to it
             run.rewind(-1 if checkpoint is None else done.step)
+        if doctor and done.step < config.steps:
+            messages += _examined(examine_models(config, parts, folder, step=done.step + 1))
         for message in messages:
             tracker.say(message)
         if resume:
@@ -53,7 +63,7 @@ def run_training(
         try:
             done = train(config, parts, run, store, tracker, done)
         except TeacherError as error:  # the teacher's fault, or its absence: the steps before it are good
-            raise TrainingStoppedError(f"{error}\n{_keep_finished(parts, store, done)}", error.exit_code) from None
+            raise TrainingStoppedError(f"{error}\n{_keep_finished(config, parts, run, store, done)}", error.exit_code) from None
         parts.ranks.leave(together=True)  # the main one may still have been saving
         return done
     except (algo.NonFiniteError, FloatingPointError) as error:
@@ -66,13 +76,20 @@ def run_training(
         parts.ranks.leave(together=False)
 
 
-def _keep_finished(parts: Parts, store: CheckpointStore, done: Progress) -> str:
+def _keep_finished(config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore, done: Progress) -> str:
     """Save the last finished step if it is not saved yet; says how to go on."""
     if done.step == 0:
         return "No step was finished; start again when the teacher is back"
     if done.step not in store.steps():
-        save(parts, store, done)
+        save(config, parts, run, store, done)
     return f"Step {done.step} was the last finished one and is saved; continue with --resume when the teacher is back"
+
+
+def _examined(findings: Iterable[Finding]) -> list[str]:
+    """What the doctor warns of; raises if anything failed."""
+    found = list(findings)
+    refuse(found)
+    return [finding.text() for finding in found if finding.level == "warn"]
 
 
 def _bring_back(checkpoint: Checkpoint, parts: Parts) -> Progress:

@@ -15,9 +15,10 @@ from iwopd.data.sources import Local, local_copy, records
 from iwopd.eval.catalog import TaskSpec, find_task, load_task
 from iwopd.eval.checkers import exact_checker, math_checker
 from iwopd.eval.task import Checker, one_by_one
-from iwopd.models import check_same_tokenizer, check_vocabulary, load_model, load_tokenizer
+from iwopd.models import load_model, load_tokenizer
 from iwopd.tiny.task import right_solution
 from iwopd.types import Prompt
+from iwopd.vocabulary import check_same_tokenizer, check_vocabulary
 
 MAX_PROMPT_TOKENS = 2048
 

@@ -1,0 +1,132 @@
+"""LoRA adapters inside a model, through peft.
+
+An adapter is put into the model's own modules, so the model stays what it is for everybody else: its head, its attention, its
+`save_pretrained` (which then writes the adapter alone). With the adapter switched off it is the model that training began
+with, so the reference needs no second copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from iwopd.config import Lora
+from iwopd.models import ModelError
+
+PREFIX = "base_model.model."
+"""What peft puts before the names of an adapter's tensors in a file."""
+
+
+def add_adapter(model: Any, lora: Lora) -> None:
+    """Freeze the model and give it a LoRA adapter; its second matrices are 0, so it answers as before."""
+    peft = _peft()
+    targets: Any = lora.targets[0] if lora.targets == ["all-linear"] else lora.targets
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=targets,
+        lora_dropout=0.0,  # the update must see the policy that wrote the rollouts
+        bias="none",
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2 stores its weights so
+    )
+    try:
+        model.add_adapter(settings)
+    except ValueError as error:
+        raise ModelError(f"lora.targets {lora.targets} does not fit a {type(model).__name__}: {error}") from None
+    adapter = model.peft_config["default"]
+    base = Path(model.name_or_path)
+    adapter.base_model_name_or_path = str(base.absolute()) if base.is_dir() else model.name_or_path
+    adapter.target_modules = sorted(adapter.target_modules)  # a set's order would change the file from run to run
+    adapter.inference_mode = True  # for whoever loads the saved one; here the layers have been told to train
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if is_adapter_layer(head) or is_adapter_layer(embedding):
+        raise ModelError(
+            f"lora.targets {lora.targets} names the output matrix or the embedding, which the fused head uses "
+            "as it is: leave it out"
+        )
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()  # small, and Adam's steps would vanish in half precision
+
+
+def has_adapter(model: Any) -> bool:
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """The model as it was before training. Inside, adapters take no gradients; what waits for a backward pass keeps its own."""
+    layers = [module for module in model.modules() if is_adapter_layer(module)]
+    for layer in layers:
+        layer.enable_adapters(False)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)  # type: ignore[operator]
+
+
+def adapter_tensors(model: Any) -> dict[str, Tensor]:
+    """The adapter's tensors, sharing the model's memory, by the names they have in a file."""
+    tensors = _peft().get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
+    return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+
+
+def base_fingerprint(model: Any) -> str:
+    """Tells one frozen model from another: a hash of shapes and of the first numbers of every tensor."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if not parameter.requires_grad:
+            first = parameter.detach().flatten()[:64].float().cpu()
+            digest.update(repr((name.replace(".base_layer", ""), list(parameter.shape))).encode() + first.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def merge(base: Any, adapter_folder: Path) -> Any:
+    """`base` with the adapter of a folder added into its weights: a plain model again."""
+    merged: Any = _peft().PeftModel.from_pretrained(base, str(adapter_folder)).merge_and_unload(safe_merge=True)
+    return merged
+
+
+def quantization(lora: Lora) -> Any:
+    """Transformers' config of the frozen weights for QLoRA; None if they stay as they are. Needs a GPU, so it was never run."""
+    if lora.quantize == "none":
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError(
+            f"lora.quantize = {lora.quantize!r} needs the package bitsandbytes and a GPU: pip install 'iwopd[qlora]', or leave "
+            "lora.quantize out (LoRA on weights as they are)"
+        )
+    from transformers import BitsAndBytesConfig
+
+    build: Any = BitsAndBytesConfig
+    if lora.quantize == "8bit":
+        return build(load_in_8bit=True)
+    return build(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def is_adapter_layer(module: object) -> bool:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ModelError("LoRA needs the package peft: pip install 'iwopd[lora]', or set lora.rank = 0") from None
+    return peft

@@ -1,0 +1,49 @@
+"""`iwopd doctor`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look at a recipe before it trains",
+        description="Check that a recipe's models, data and machine fit together. Each line is pass, warn or fail, with the "
+        "way out; the exit code is 1 if anything failed. Settings can be overridden as in `iwopd train`.",
+    )
+    parser.add_argument("recipe", type=Path, help="TOML recipe")
+    parser.add_argument("--static", action="store_true", help="only what needs no model weights")
+    parser.add_argument("--out", type=Path, help="run directory, for the disk space (default: as `iwopd train` would choose)")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, rest: list[str]) -> int:
+    from iwopd.commands.train import parse_overrides
+    from iwopd.config import load_config
+    from iwopd.train.assembly import assemble
+    from iwopd.train.doctor import Finding, examine_models, examine_recipe
+    from iwopd.train.progress import pretraining_progress
+
+    config = load_config(options.recipe, parse_overrides(rest))
+    folder = options.out or Path("runs") / f"{options.recipe.stem}-seed{config.seed}"
+    findings: list[Finding] = []
+
+    def show(finding: Finding) -> None:
+        findings.append(finding)
+        print(finding.text(), flush=True)
+
+    for finding in examine_recipe(config, folder, static=options.static):
+        show(finding)
+    failed = any(finding.level == "fail" for finding in findings)
+    if not options.static and not failed:
+        with pretraining_progress() as progress:
+            parts = assemble(config, lambda _: None, progress)
+        for finding in examine_models(config, parts, folder):
+            show(finding)
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("pass", "warn", "fail")}
+    skipped = " (the models were not loaded, because of the failures above)" if failed and not options.static else ""
+    print(f"{counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed{skipped}")
+    return 1 if counts["fail"] else 0

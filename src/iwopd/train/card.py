@@ -1,0 +1,144 @@
+"""The model card: README.md beside saved weights, so that a folder tells where it comes from."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+import iwopd
+from iwopd.algo import WEIGHT_RULES
+from iwopd.config import Config, Method
+from iwopd.methods import METHODS, TITLES
+from iwopd.models import ModelSource
+from iwopd.train.loading import source_of
+from iwopd.train.rundir import RunDirectory
+
+SECTIONS = ("method", "rollout", "optim", "lora")
+"""What decides the result, besides models and data."""
+PACKAGES = ("torch", "transformers", "accelerate", "peft")
+
+
+def model_card(config: Config, run: RunDirectory, step: int) -> str:
+    """The card of the student after `step`; evaluations up to it come from the run's log."""
+    parts = [
+        _front_matter(config),
+        f"# {_model_name(config, 'student')}, distilled",
+        f"Student after step {step} of {config.steps} of on-policy distillation with iwopd.",
+        _origin(config, run),
+        "## Evaluation\n\n" + _evaluations(run, step),
+        "## Parameters\n\n```toml\n" + _parameters(config) + "```",
+        "## Versions\n\n" + ", ".join(f"{name} {number}" for name, number in _versions(config).items()),
+        _usage(config),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def method_name(config: Config) -> str:
+    """The paper's name of the method, or what it is made of."""
+
+    def key(method: Method) -> tuple[Any, ...]:
+        return method.advantage, method.weights, {**WEIGHT_RULES[method.weights].params, **method.params}
+
+    for name, section in METHODS.items():
+        if key(Method(**section)) == key(config.method):
+            return TITLES[name]
+    params = ", ".join(f"{name} = {value}" for name, value in config.method.params.items())
+    return f"{config.method.advantage} with weights {config.method.weights}" + (f" ({params})" if params else "")
+
+
+def _front_matter(config: Config) -> str:
+    """What the hub reads. Strings are quoted as JSON, which YAML understands."""
+    values: dict[str, Any] = {"library_name": "peft" if config.lora.rank else "transformers"}
+    source = source_of(config, "student")
+    if source is not None and not source.is_local and not source.path.startswith(("/", ".")):
+        values["base_model"] = source.path
+    values["tags"] = ["iwopd", "on-policy-distillation"]
+    return "\n".join(["---", *(f"{name}: {json.dumps(value)}" for name, value in values.items()), "---"])
+
+
+def _origin(config: Config, run: RunDirectory) -> str:
+    rows = {
+        "student": _model_name(config, "student"),
+        "teacher": _model_name(config, "teacher"),
+        "method": method_name(config),
+        "trained weights": f"LoRA adapter, rank {config.lora.rank}" if config.lora.rank else "all",
+        "prompts": _data(config),
+        "fingerprint of the prompts": run.about().get("data", "unknown"),
+        "seed": config.seed,
+    }
+    if config.method.needs_reference:
+        rows["reference"] = _model_name(config, "reference") if config.models.reference else "the student before training"
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows.items())])
+
+
+def _model_name(config: Config, name: str) -> str:
+    """A hub id with its revision; a local folder by its last name, which is what others may know it by."""
+    models = config.models
+    if models.world is not None and name != "reference":
+        size = getattr(models, f"{name}_size") or "default"
+        return f"{name} of the embedded world {models.world} (size {size}, lineage {models.lineage})"
+    source = source_of(config, name)
+    if source is None:
+        return "none"
+    if source.is_local or source.path.startswith(("/", ".")):
+        source = ModelSource(Path(source.path).name, source.gguf_file)
+    return str(source)
+
+
+def _data(config: Config) -> str:
+    if config.models.world is not None:
+        return f"{config.data.train_size} of the embedded world {config.models.world}"
+    return Path(str(config.data.prompts)).name if config.data.prompts else "see the run's config.toml"
+
+
+def _evaluations(run: RunDirectory, step: int) -> str:
+    table: dict[str, dict[int, str]] = {}
+    for record in run.read("evals.jsonl"):
+        if record["step"] <= step:
+            score = f"{100 * record['mean']:.1f} % ({record['problems']} problems x {record['samples']})"
+            table.setdefault(record["task"], {})[record["step"]] = score
+    if not table:
+        return "None was made during training."
+    rows = ["| task | before training | after step | score |", "| --- | --- | --- | --- |"]
+    for task, scores in table.items():
+        last = max(scores)
+        rows.append(f"| {_cell(task)} | {scores.get(0, '')} | {last} | {scores[last]} |")
+    return "\n".join(rows)
+
+
+def _parameters(config: Config) -> str:
+    tree = config.model_dump(exclude_none=True)
+    return tomli_w.dumps({"steps": config.steps, "seed": config.seed, **{name: tree[name] for name in SECTIONS}})
+
+
+def _versions(config: Config) -> dict[str, str]:
+    found = {"iwopd": iwopd.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _usage(config: Config) -> str:
+    note = ""
+    if config.lora.rank:
+        note = (
+            "\n\nThis folder holds an adapter: peft must be installed, and the student's own weights must be where "
+            "adapter_config.json says. `iwopd export RUN OUT --merge` makes a folder that needs neither."
+        )
+    return (
+        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("this folder")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("this folder")\n```' + note
+    )
+
+
+def _cell(value: object) -> str:
+    """One cell of a table, whatever a name contains."""
+    return " ".join(str(value).split()).replace("|", "\\|")

@@ -1,0 +1,137 @@
+"""What can be known of a recipe without loading weights: tokenizers, configs, prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from iwopd import tiny
+from iwopd.config import Config
+from iwopd.errors import UserError
+from iwopd.models import ModelError, ModelSource, brings_tokenizer, load_configs, load_tokenizer
+from iwopd.tiny.world import max_response_tokens
+from iwopd.train.assembly import prompt_order
+from iwopd.train.loading import reference_source, source_of, world_recipe
+from iwopd.types import Prompt
+
+WORLD_PROMPTS = 256
+"""Prompts of an embedded world that are looked at."""
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A model of the run, as its files describe it."""
+
+    name: str
+    """student, teacher or reference."""
+    source: ModelSource | None
+    """None: an embedded world brings it, or a server has it."""
+    tokenizer: Any = None
+    config: Any = None
+    generation: Any = None
+    problem: str = ""
+    """Why something of it could not be read."""
+
+    @property
+    def unreachable(self) -> bool:
+        """On the hub, and the hub did not answer: nothing can be said about it here."""
+        return bool(self.problem) and self.source is not None and not _is_path(self.source.path)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A recipe under examination."""
+
+    config: Config
+    members: dict[str, Member]
+    max_response: int | None
+    """Longest response; None if nobody says."""
+    folder: Path
+    """The run directory, which need not exist yet."""
+    prompts: Sequence[Prompt] = ()
+    data_problem: str = ""
+    notes: list[str] = field(default_factory=list)
+    """What the loading of prompts had to say: how many were left out."""
+
+    @property
+    def student(self) -> Member:
+        return self.members["student"]
+
+    @property
+    def longest_prompt(self) -> int:
+        return max((len(prompt.token_ids) for prompt in self.prompts), default=self.config.data.max_prompt_tokens)
+
+
+def open_case(config: Config, folder: Path) -> Case:
+    """Read what there is. Never raises for what a check can say better."""
+    recipe = world_recipe(config)
+    if recipe is not None:
+        tokenizer = tiny.build_tokenizer()
+        names = ["student", "teacher", *(["reference"] if reference_source(config, _nowhere(recipe)) else [])]
+        members = {name: Member(name, None, tokenizer) for name in names}
+    else:
+        sources = {"student": source_of(config, "student"), "teacher": source_of(config, "teacher")}
+        if (reference := reference_source(config)) is not None:
+            sources["reference"] = reference
+        trust = config.models.trust_remote_code
+        if config.teacher.urls and not Path(str(config.models.teacher)).is_dir():
+            sources["teacher"] = None  # a server has it, and models.teacher is its name there
+        members = {
+            name: Member(name, None) if source is None else _member(name, source, trust) for name, source in sources.items()
+        }
+    world = None if recipe is None else _nowhere(recipe)
+    limit = config.rollout.max_tokens or (max_response_tokens(recipe.operands) if recipe is not None else None)
+    notes: list[str] = []
+    prompts: Sequence[Prompt] = ()
+    problem = ""
+    if members["student"].tokenizer is not None:
+        try:
+            prompts = prompt_order(_fewer(config), world, members["student"].tokenizer, notes.append).prompts
+        except UserError as error:
+            problem = str(error)
+    return Case(config, members, limit, folder, prompts, problem, notes)
+
+
+def _fewer(config: Config) -> Config:
+    """A world's prompts are all of one kind, and making thousands of them takes longer than all checks together."""
+    if config.models.world is None:
+        return config
+    size = min(config.data.train_size, max(WORLD_PROMPTS, config.rollout.prompts_per_step))
+    return config.model_copy(update={"data": config.data.model_copy(update={"train_size": size})})
+
+
+def _nowhere(recipe: tiny.WorldRecipe) -> tiny.World:
+    """A world for its prompts: its models need not be there."""
+    return tiny.World(recipe, Path("teacher"), Path("student"))
+
+
+def _member(name: str, source: ModelSource, trust_remote_code: bool) -> Member:
+    read = _read if _is_path(source.path) else _read_once
+    return Member(name, source, *read(source, trust_remote_code))
+
+
+def _read(source: ModelSource, trust_remote_code: bool) -> tuple[Any, Any, Any, str]:
+    """Tokenizer, config, generation config, and what went wrong."""
+    tokenizer = config = generation = None
+    problems = []
+    try:
+        config, generation = load_configs(source, trust_remote_code=trust_remote_code)
+    except ModelError as error:
+        problems.append(str(error))
+    if brings_tokenizer(source) and not problems:
+        try:
+            tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+        except ModelError as error:
+            problems.append(str(error))
+    return tokenizer, config, generation, "; ".join(problems)
+
+
+_read_once = lru_cache(maxsize=64)(_read)
+"""For the hub: many recipes name the same few models, and a hub that does not answer takes its time."""
+
+
+def _is_path(path: str) -> bool:
+    return path.startswith(("/", ".", "~")) or path.count("/") != 1 or Path(path).exists()

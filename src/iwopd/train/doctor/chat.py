@@ -1,0 +1,95 @@
+"""What the teacher sees: the student's rendered ids, in a format that may not be its own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from iwopd.data.chat import ChatError, render_text
+from iwopd.train.doctor.case import Case
+from iwopd.train.doctor.findings import Finding, failure, passed, warning
+
+MESSAGES = [{"role": "user", "content": "1+2"}]
+"""Short and plain: every tokenizer can write it."""
+COMPARED = 16
+"""Prompts that are tokenised with the teacher's tokenizer, too."""
+MOST_LINES = 14
+
+
+def check_template(case: Case) -> Iterator[Finding]:
+    """The student has a template; the teacher's own would render the same."""
+    student, teacher = case.student.tokenizer, case.members["teacher"].tokenizer
+    if student is None or case.config.models.world is not None:
+        return
+    ours = _render(student)
+    if ours is None:
+        yield failure(
+            "chat template",
+            "the student's tokenizer has no chat template that renders a user message, so prompts cannot be rendered",
+            "save the tokenizer with one (tokenizer.chat_template), for a base model for instance its teacher's",
+        )
+        return
+    yield from _thinking(student)
+    theirs = None if teacher is None else _render(teacher)
+    if theirs is None:
+        reason = "brings no tokenizer" if teacher is None else "has no chat template"
+        yield warning(
+            "chat template", f"the teacher {reason}: it sees the student's rendering", "make sure that it was trained on chats"
+        )
+    elif ours != theirs:
+        yield warning(
+            "chat template",
+            "the teacher sees the student's rendering, which is not its own",
+            "harmless if the teacher knows the student's format; else give the student the teacher's template",
+            _diff(ours, theirs),
+        )
+    else:
+        yield passed("chat template", "student and teacher render a user message alike")
+    if teacher is not None:
+        yield from _same_ids(case, teacher)
+
+
+def _thinking(student: Any) -> Iterator[Finding]:
+    on, off = _render(student, thinking=True), _render(student)
+    if on == off:
+        yield passed("thinking", "the student's template has no thinking mode")
+    else:
+        yield passed("thinking", "the student's template can think; prompts are rendered with thinking off")
+
+
+def _same_ids(case: Case, teacher: Any) -> Iterator[Finding]:
+    """The teacher's tokenizer would cut the same texts into the same ids."""
+    for prompt in case.prompts[:COMPARED]:
+        if not prompt.text:
+            continue
+        theirs = tuple(teacher(prompt.text, add_special_tokens=False)["input_ids"])
+        if theirs != prompt.token_ids:
+            place = next((i for i, (a, b) in enumerate(zip(prompt.token_ids, theirs, strict=False)) if a != b), len(theirs))
+            mine = teacher.convert_ids_to_tokens(list(prompt.token_ids[place : place + 6]))
+            its = teacher.convert_ids_to_tokens(list(theirs[place : place + 6]))
+            yield warning(
+                "prompt ids",
+                f"the teacher's tokenizer cuts prompt {prompt.id!r} otherwise from token {place} on (the ids mean the same, "
+                "their borders differ), so it is scored on texts cut in a way it seldom saw",
+                "take the tokenizer files of one of them for both",
+                _diff("\n".join(map(str, mine)), "\n".join(map(str, its))),
+            )
+            return
+    if case.prompts:
+        yield passed("prompt ids", "the teacher sees the student's ids, and would have cut the prompts alike")
+
+
+def _render(tokenizer: Any, *, thinking: bool = False) -> str | None:
+    try:
+        return render_text(tokenizer, MESSAGES, thinking=thinking)
+    except ChatError:
+        return None
+
+
+def _diff(ours: str, theirs: str) -> str:
+    """A unified diff, line by line; blanks at the ends of lines would be invisible, so lines are quoted."""
+    one, other = ([repr(line) for line in text.splitlines()] for text in (ours, theirs))
+    lines = list(difflib.unified_diff(one, other, "student", "teacher", lineterm="", n=1))
+    more = [f"... {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []
+    return "\n".join([*lines[:MOST_LINES], *more])

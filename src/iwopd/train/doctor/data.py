@@ -1,0 +1,101 @@
+"""Are the training prompts what one would want to train on."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from iwopd.data.chat import ChatError, render_text
+from iwopd.train.doctor.case import Case
+from iwopd.train.doctor.findings import Finding, failure, passed, warning
+from iwopd.types import Prompt
+
+LONG_ANSWER = 6
+"""Letters from which an answer that stands in its prompt is taken for a leak; shorter ones (numbers) stand there by chance."""
+LEAK = re.compile(r"(?:answer|solution|result)(?: is|:|=)?\s*[:=]?\s*$|####\s*$|\\boxed\{\s*$", re.IGNORECASE)
+"""What stands before a short answer that is given away."""
+
+
+def check_data(case: Case) -> Iterator[Finding]:
+    """Found, not empty, not twice, not too long, and without their answers."""
+    if case.data_problem:
+        local = case.config.data.prompts is not None and not Path(case.config.data.prompts).exists()
+        where = "correct data.prompts" if local else "correct the data, see docs/train-your-own.md"
+        yield failure("data", case.data_problem, where)
+        return
+    if not case.prompts:
+        if case.student.tokenizer is not None:
+            yield failure("data", "there are no training prompts", "name some in [data]")
+        return
+    for note in case.notes:
+        yield warning("data", note, "raise data.max_prompt_tokens if they matter")
+    found = [*_empty(case), *_twice(case.prompts), *_leaks(case.prompts)]
+    yield from found
+    if not found:
+        yield passed("data", f"{len(case.prompts):,} prompts looked at, none empty, twice, or with its answer in it")
+
+
+def check_contamination(prompts: Sequence[Prompt], tasks: dict[str, Sequence[Prompt]]) -> Iterator[Finding]:
+    """No evaluation problem among the training prompts."""
+    trained_on = {prompt.token_ids for prompt in prompts}
+    for name, problems in tasks.items():
+        shared = [prompt for prompt in problems if prompt.token_ids in trained_on]
+        if shared:
+            yield warning(
+                "evaluation",
+                f"{len(shared):,} of {len(problems):,} problems of {name} are training prompts, such as {shared[0].id!r}",
+                "take them out of the training data, or evaluate on another task",
+            )
+        else:
+            yield passed("evaluation", f"none of the {len(problems):,} problems of {name} is a training prompt")
+
+
+def _empty(case: Case) -> Iterator[Finding]:
+    """A prompt whose message is empty is rendered to the template alone."""
+
+    def words(text: str) -> list[str]:
+        return text.split()
+
+    try:
+        nothing = words(render_text(case.student.tokenizer, [{"role": "user", "content": ""}]))
+    except ChatError:  # a template that refuses empty messages has refused them when they were loaded
+        return
+    empty = [prompt for prompt in case.prompts if words(prompt.text) == nothing]
+    if empty:
+        yield warning(
+            "data", f"{len(empty):,} prompts are empty, such as {empty[0].id!r}", "take them out: the answers would be noise"
+        )
+
+
+def _twice(prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    counts = Counter(prompt.token_ids for prompt in prompts)
+    again = sum(count - 1 for count in counts.values())
+    if again:
+        first = next(prompt for prompt in prompts if counts[prompt.token_ids] > 1)
+        yield warning(
+            "data",
+            f"{again:,} of {len(prompts):,} prompts occur more than once, such as {first.id!r}",
+            "take the copies out, unless they are meant to count more",
+        )
+
+
+def _leaks(prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    leaking = [prompt for prompt in prompts if prompt.answer and _leaks_answer(prompt.text, prompt.answer.strip())]
+    if leaking:
+        yield warning(
+            "data",
+            f"{len(leaking):,} of {len(prompts):,} prompts hold their own answer, such as {leaking[0].id!r}",
+            "look whether the answer's field was rendered into the prompt",
+        )
+
+
+def _leaks_answer(text: str, answer: str) -> bool:
+    if not answer:
+        return False
+    whole_word = re.compile(rf"(?<!\w){re.escape(answer)}(?!\w)")
+    places = whole_word.finditer(text)
+    if len(answer) >= LONG_ANSWER and not answer.isdigit():
+        return next(places, None) is not None
+    return any(LEAK.search(text[max(0, match.start() - 40) : match.start()]) for match in places)

@@ -1,0 +1,148 @@
+"""The echo test: known sequences through every path that scores, compared with the model's own log-probs and each other.
+
+A path that is off by one token, serves another model, forgets the temperature or counts ids that do not exist returns numbers
+that look all right. Here they must be the right ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from iwopd.teacher.scorer import Scorer
+from iwopd.train.doctor.findings import Finding, failure, passed
+from iwopd.types import Rollout
+
+TOLERANCE = 1e-3
+"""Largest difference of two log-probs of a token in float32."""
+TOLERANCE_HALF = 5e-2
+"""Mean difference in half precision, where single tokens differ by more."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScoringPath:
+    """A way to the log-probs of a model. Paths to the same `model_name` must agree."""
+
+    name: str
+    """For the reader, e.g. `teacher (local)` or `teacher (http://gpu1:8000)`."""
+    model_name: str
+    """student, teacher, reference, or the name of one of several teachers."""
+    scorer: Scorer
+    half: bool = False
+    """Whether the model behind it computes in half precision."""
+
+
+@torch.no_grad()
+def own_logprobs(model: Any, rollouts: Sequence[Rollout], temperature: float, vocab_size: int) -> list[Tensor]:
+    """Log-probs [T] of each response from the model's plain forward pass: nothing packed, fused or batched."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    results = []
+    try:
+        for rollout in rollouts:
+            ids = torch.cat([torch.tensor(rollout.prompt.token_ids), rollout.response_ids]).to(device)
+            logits = model(input_ids=ids[None], use_cache=False).logits[0].float()[:, :vocab_size] / temperature
+            first = len(rollout.prompt.token_ids)
+            predicted = logits[first - 1 : len(ids) - 1].log_softmax(-1)
+            results.append(predicted.gather(-1, ids[first:, None].to(predicted.device)).squeeze(-1).cpu())
+    finally:
+        model.train(was_training)
+    return results
+
+
+def check_echo(paths: Sequence[ScoringPath], own: dict[str, list[Tensor]], rollouts: Sequence[Rollout]) -> Iterator[Finding]:
+    """Score the rollouts through every path. `own` has the log-probs of the models that are here, by name."""
+    known: dict[str, tuple[str, list[Tensor]]] = {name: ("its own logits", values) for name, values in own.items()}
+    for path in paths:
+        scores = path.scorer.score(rollouts)
+        if (problem := _malformed(scores, rollouts)) is not None:
+            yield failure("echo", f"{path.name}: {problem}", _way_out(path))
+            continue
+        if path.model_name in known:
+            against, expected = known[path.model_name]
+            yield _compare(path, scores, against, expected)
+        else:  # the first path to a model that is not here: the others are compared with it
+            yield _causal(path, scores, rollouts)
+            known[path.model_name] = (path.name, scores)
+
+
+def _compare(path: ScoringPath, scores: list[Tensor], against: str, expected: list[Tensor]) -> Finding:
+    mine, other = torch.cat(scores).double(), torch.cat(expected).double()
+    largest, mean = float((mine - other).abs().max()), float((mine - other).abs().mean())
+    if mean <= TOLERANCE_HALF if path.half else largest <= TOLERANCE:
+        return passed("echo", f"{path.name} agrees with {against} on {len(mine)} tokens (largest difference {largest:.1g})")
+    return failure(
+        "echo",
+        f"{path.name} differs from {against} by {mean:.3g} on average and up to {largest:.3g}: "
+        f"{_diagnosis(scores, expected, mean)}",
+        _way_out(path),
+    )
+
+
+def _diagnosis(scores: list[Tensor], expected: list[Tensor], mean: float) -> str:
+    """Which mistake would explain it."""
+    for shift, words in ((1, "the scores are those of the token after"), (-1, "the scores are those of the token before")):
+        pairs = [_shifted(one, other, shift) for one, other in zip(scores, expected, strict=True) if len(one) > 2]
+        if pairs and _mean_difference(pairs) < 0.1 * mean:
+            return f"off by one, {words}"
+    swapped = [(a, b) for a, b in zip(scores, reversed(expected), strict=True) if len(a) == len(b)]
+    if len(swapped) == len(scores) > 1 and _mean_difference(swapped) < 0.1 * mean:
+        return "the answers come back in another order"
+    return "another model, another temperature, or a softmax over other ids"
+
+
+def _shifted(one: Tensor, other: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    return (one[:-1], other[1:]) if shift == 1 else (one[1:], other[:-1])
+
+
+def _mean_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    one, other = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
+    return float((one.double() - other.double()).abs().mean())
+
+
+def _causal(path: ScoringPath, scores: list[Tensor], rollouts: Sequence[Rollout]) -> Finding:
+    """Without a model to compare with: another last token must change the last score, and no other.
+
+    Scores that are off by one change at the last but one.
+    """
+    rollout, before = max(zip(rollouts, scores, strict=True), key=lambda pair: len(pair[0]))
+    if len(rollout) < 3:
+        return passed("echo", f"{path.name} answers, but the rollouts are too short to test it")
+    ids = rollout.response_ids.clone()
+    ids[-1] = rollout.response_ids[0] if ids[-1] != rollout.response_ids[0] else rollout.prompt.token_ids[0]
+    if bool(ids[-1] == rollout.response_ids[-1]):
+        return passed("echo", f"{path.name} answers, but the rollouts are too uniform to test it")
+    after = path.scorer.score([replace(rollout, response_ids=ids, stop_reason="length")])[0]
+    changed = (before - after).abs() > (TOLERANCE_HALF if path.half else TOLERANCE)
+    if bool(changed[:-1].any()):
+        first = int(changed.nonzero()[0])
+        return failure(
+            "echo",
+            f"{path.name}: another last token changes the score of token {first} of {len(rollout)}: its scores are off by one, "
+            "or it does not score the sequence that it is given",
+            _way_out(path),
+        )
+    return passed(
+        "echo", f"{path.name} scores every token by those before it (there is no local copy to compare the numbers with)"
+    )
+
+
+def _malformed(scores: Sequence[Tensor], rollouts: Sequence[Rollout]) -> str | None:
+    if len(scores) != len(rollouts):
+        return f"{len(scores)} answers for {len(rollouts)} rollouts"
+    for values, rollout in zip(scores, rollouts, strict=True):
+        if values.shape != (len(rollout),):
+            return f"scores of shape {list(values.shape)} for {len(rollout)} tokens"
+        if bool(values.isnan().any()) or float(values.max()) > TOLERANCE_HALF or math.isinf(float(values.max())):
+            return "scores that are no log-probs (NaN, or above 0)"
+    return None
+
+
+def _way_out(path: ScoringPath) -> str:
+    return f"look at what serves the {path.model_name}: which model, which version, and that it gets the ids as they are"

@@ -1,0 +1,67 @@
+"""All checks in their order: first what needs no weights, then the models at work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from iwopd.config import Config
+from iwopd.errors import UserError
+from iwopd.train.assembly import Parts
+from iwopd.train.doctor.case import Case, open_case
+from iwopd.train.doctor.chat import check_template
+from iwopd.train.doctor.data import check_contamination, check_data
+from iwopd.train.doctor.echo import ScoringPath
+from iwopd.train.doctor.findings import Finding, failure
+from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
+from iwopd.train.doctor.lengths import check_context, check_temperature
+from iwopd.train.doctor.machine import check_packages, check_processor
+from iwopd.train.doctor.resources import check_resources
+from iwopd.train.doctor.working import check_heads, check_masks, check_sampler, check_scorers, known_rollouts, local_models
+
+
+def examine_recipe(config: Config, folder: Path, *, static: bool = False) -> Iterator[Finding]:
+    """What can be said without weights; `folder` is the run directory. Reads tokenizers, configs and prompts.
+
+    `static`: the models will not be loaded here, so this machine's processor does not matter.
+    """
+    yield from check_packages(config)
+    if not static:
+        yield from check_processor(config)
+    case = open_case(config, folder)
+    yield from check_files(case)
+    yield from check_vocabularies(case)
+    yield from check_special_tokens(case)
+    yield from check_rows(case)
+    yield from check_template(case)
+    yield from check_temperature(case)
+    yield from check_data(case)
+    configs = {member.name: member.config for member in case.members.values() if member.config is not None}
+    if configs and not case.data_problem:
+        yield from check_context(case, configs)
+        yield from _sized(case)
+
+
+def examine_models(
+    config: Config, parts: Parts, folder: Path, *, step: int = 1, further: Sequence[ScoringPath] = ()
+) -> Iterator[Finding]:
+    """What needs the weights. `further` are more ways to score, for instance the servers of a teacher."""
+    if config.models.world is not None:  # whose configs came with the models
+        prompts = parts.order.prompts
+        case = Case(config, {}, parts.max_response, folder, prompts)
+        models = local_models(parts)
+        yield from check_context(case, {name: model.config for name, model in models.items()})
+        yield from check_resources(case, models)
+    yield from check_contamination(parts.order.prompts, {task.name: task.prompts for task in parts.tasks})
+    yield from check_masks(parts)
+    rollouts = known_rollouts(config, parts, step)
+    yield from check_heads(config, parts, rollouts)
+    yield from check_sampler(parts, rollouts)
+    yield from check_scorers(config, parts, rollouts, further)
+
+
+def _sized(case: Case) -> Iterator[Finding]:
+    try:
+        yield from check_resources(case)
+    except UserError as error:  # an adapter that does not fit the model
+        yield failure("memory", str(error), "correct it")

@@ -1,0 +1,65 @@
+"""What a check says: pass, warn or fail, with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from iwopd.errors import UserError
+
+Level = Literal["pass", "warn", "fail"]
+
+
+class DoctorError(UserError, ValueError):
+    """A recipe that would fail, or train on the wrong numbers."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's."""
+
+    level: Level
+    check: str
+    """A word or two: what was looked at."""
+    message: str
+    way_out: str = ""
+    details: str = ""
+    """Further lines, such as a diff."""
+
+    def text(self) -> str:
+        line = f"{self.level:<4}  {self.check:<14}  {self.message}"
+        if self.way_out:
+            line += f". {self.way_out[0].upper()}{self.way_out[1:]}"
+        return "\n".join([line, *(f"{'':22}{detail}" for detail in self.details.splitlines())])
+
+
+def passed(check: str, message: str) -> Finding:
+    return Finding("pass", check, message)
+
+
+def warning(check: str, message: str, way_out: str, details: str = "") -> Finding:
+    return Finding("warn", check, message, way_out, details)
+
+
+def failure(check: str, message: str, way_out: str, details: str = "") -> Finding:
+    return Finding("fail", check, message, way_out, details)
+
+
+def refuse(findings: Iterable[Finding]) -> None:
+    """Raise if anything failed, with every failure in the message."""
+    failed = [finding for finding in findings if finding.level == "fail"]
+    if failed:
+        lines = "\n".join(finding.text() for finding in failed)
+        raise DoctorError(
+            f"this recipe is refused before training:\n{lines}\n"
+            "`iwopd doctor RECIPE` shows all checks; --no-doctor trains all the same"
+        )
+
+
+def listed(names: Iterable[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,0 +1,180 @@
+"""Do ids mean the same to everybody: files, vocabularies, special tokens, stop ids, rows of the output matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from iwopd.models import end_ids
+from iwopd.train.doctor.case import Case, Member
+from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
+from iwopd.vocabulary import compare_vocabularies
+
+FAMILY = "choose a pair of one family: the teacher must read the ids that the student writes"
+
+
+def check_files(case: Case) -> Iterator[Finding]:
+    """Every model can be found; what lies on a hub that does not answer is left open."""
+    for member in case.members.values():
+        if not member.problem:
+            continue
+        if member.unreachable:
+            yield warning(
+                "files",
+                f"the {member.name} {member.source} was not looked at: {_first_line(member.problem)}",
+                "run the doctor where the hub can be reached, or give a local folder",
+            )
+        else:
+            yield failure("files", f"{member.name}: {_first_line(member.problem)}", f"correct models.{member.name}")
+    if case.student.tokenizer is None and not case.student.problem:
+        yield failure("files", f"the student {case.student.source} brings no tokenizer", "put its tokenizer files beside it")
+    readable = [member.name for member in case.members.values() if not member.problem]
+    if readable:
+        world = case.config.models.world
+        where = "can be read" if world is None else f"come with the embedded world {world!r}"
+        yield passed("files", f"{listed(readable)} {where}")
+
+
+def check_vocabularies(case: Case) -> Iterator[Finding]:
+    """The same bytes behind every id that the student can write."""
+    ours = case.student.tokenizer
+    if ours is None:
+        return
+    for member in _others(case):
+        if member.tokenizer is None:
+            if not member.problem:
+                yield warning(
+                    "vocabulary",
+                    f"the {member.name} brings no tokenizer, so only its size can be compared",
+                    f"put the tokenizer files of the {member.name} beside its weights",
+                )
+            continue
+        agreement = compare_vocabularies(ours, member.tokenizer)
+        if not agreement.same:
+            yield failure(
+                "vocabulary",
+                f"{agreement.example.replace('the teacher', f'the {member.name}')} {member.source} "
+                f"({len(agreement.wrong):,} of {agreement.ids:,} ids differ), so their tokenizers differ",
+                FAMILY,
+            )
+        elif agreement.extra:
+            yield warning(
+                "vocabulary",
+                f"{agreement.ids:,} ids mean the same bytes; the {member.name} has {agreement.extra:,} more, which the student "
+                "cannot write and its softmax leaves out",
+                "nothing to do if these are special tokens; else choose a pair of one family",
+            )
+        else:
+            yield passed("vocabulary", f"{agreement.ids:,} ids mean the same bytes to student and {member.name}")
+    highest = max(ours.get_vocab().values())
+    if highest >= len(ours):
+        yield failure(
+            "vocabulary",
+            f"the student's tokenizer has {len(ours):,} ids, but the highest is {highest:,}: ids have gaps, and those above "
+            f"{len(ours) - 1:,} could be neither written nor scored",
+            "fill the gaps with unused tokens (tokenizer.add_tokens) and save it again",
+        )
+
+
+def check_special_tokens(case: Case) -> Iterator[Finding]:
+    """Answers end, by a token that student, teacher and chat template agree on."""
+    ours = case.student.tokenizer
+    if ours is None:
+        return
+    stops = end_ids(ours, case.student.generation) | _extra_stops(case, ours)
+    if not stops:
+        yield failure(
+            "stop ids",
+            "neither the student's tokenizer nor its generation config names an end-of-sequence token: no answer would end",
+            "set eos_token_id in generation_config.json, or rollout.stop_tokens in the recipe",
+        )
+        return
+    if unknown := [word for word in case.config.rollout.stop_tokens if ours.convert_tokens_to_ids(word) is None]:
+        yield failure("stop ids", f"rollout.stop_tokens has {unknown[0]!r}, which is no token of the student", "correct it")
+    if beyond := sorted(stop for stop in stops if stop >= len(ours)):
+        yield failure(
+            "stop ids",
+            f"id {beyond[0]:,} should end answers, but the tokenizer has {len(ours):,} ids: it can never be written",
+            "correct eos_token_id in the student's generation_config.json",
+        )
+    words = {stop: ours.convert_ids_to_tokens(stop) for stop in sorted(stops) if stop < len(ours)}
+    ending = _template_ending(ours)
+    if ending is not None and ending not in stops:
+        word = ours.convert_ids_to_tokens(ending)
+        yield failure(
+            "stop ids",
+            f"the chat template ends an answer with {word!r} (id {ending:,}), but sampling stops at {_words(words)} only: "
+            "answers would run on to max_tokens",
+            f"set rollout.stop_tokens = [{word!r}], or add the id to eos_token_id in generation_config.json",
+        )
+        return
+    teacher = case.members["teacher"]
+    theirs = end_ids(teacher.tokenizer, teacher.generation) if teacher.tokenizer is not None else frozenset()
+    if theirs and not theirs & stops:
+        other = {stop: teacher.tokenizer.convert_ids_to_tokens(stop) for stop in sorted(theirs)}
+        yield failure(
+            "stop ids",
+            f"the student's answers end with {_words(words)}, the teacher's with {_words(other)}: the student would be taught "
+            "never to end, or not to stop where the teacher does",
+            f"set rollout.stop_tokens = {[str(word) for word in other.values()]}, or choose a teacher of the same chat format",
+        )
+        return
+    yield passed("stop ids", f"answers end with {_words(words)}")
+
+
+def check_rows(case: Case) -> Iterator[Finding]:
+    """A row of the output matrix for every id; rows beyond are masked."""
+    ours = case.student.tokenizer
+    if ours is None:
+        return
+    sizes = []
+    for member in case.members.values():
+        rows = getattr(member.config.get_text_config(), "vocab_size", None) if member.config is not None else None
+        if rows is None:
+            continue
+        sizes.append(f"{member.name} {rows:,}")
+        if rows < len(ours):
+            yield failure(
+                "output rows",
+                f"the student's tokenizer has {len(ours):,} ids, the {member.name}'s output matrix {rows:,} rows",
+                FAMILY
+                if member.name != "student"
+                else "resize the student's embeddings to its tokenizer, or use its own tokenizer",
+            )
+            return
+    if sizes:
+        padded = ", those beyond the real ids are left out of sampling and of every softmax"
+        yield passed("output rows", f"{len(ours):,} ids; rows: {', '.join(sizes)}{padded}")
+
+
+def _others(case: Case) -> list[Member]:
+    return [member for member in case.members.values() if member.name != "student"]
+
+
+def _extra_stops(case: Case, tokenizer: Any) -> frozenset[int]:
+    ids = (tokenizer.convert_tokens_to_ids(word) for word in case.config.rollout.stop_tokens)
+    return frozenset(i for i in ids if i is not None)
+
+
+def _template_ending(tokenizer: Any) -> int | None:
+    """The id of the special token that the chat template puts behind an answer; None if it has none."""
+    if not tokenizer.chat_template:
+        return None
+    answer = "7"
+    messages = [{"role": "user", "content": "3+4"}, {"role": "assistant", "content": answer}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False))
+    except Exception:  # whatever a template raises: it may not know assistants
+        return None
+    behind = text.rpartition(answer)[2]
+    special = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    found = sorted((behind.index(word), i) for word, i in special.items() if word in behind)
+    return found[0][1] if found else None
+
+
+def _words(words: dict[int, Any]) -> str:
+    return listed(f"{word!r} (id {number:,})" for number, word in words.items())
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0]

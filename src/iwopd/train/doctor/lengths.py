@@ -1,0 +1,63 @@
+"""Does everything fit into every model's context, and are log-probs taken at the temperature that tokens are drawn at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from iwopd.train.doctor.case import Case
+from iwopd.train.doctor.findings import Finding, failure, passed, warning
+
+
+def check_context(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
+    """Prompt + response + 1 tokens; the one more is what a server generates to score a whole sequence."""
+    if case.max_response is None:
+        yield failure("context", "nobody says how long answers may be", "set rollout.max_tokens")
+        return
+    needed = case.longest_prompt + case.max_response + 1
+    what = f"{case.longest_prompt:,} (longest prompt) + {case.max_response:,} (response) + 1 = {needed:,} tokens"
+    known = {}
+    for name, config in configs.items():
+        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if limit is None:
+            continue
+        known[name] = int(limit)
+        if limit < needed:
+            fit = limit - case.max_response - 1
+            shorter = f", or data.max_prompt_tokens to {fit:,}" if fit > 0 else ""
+            yield failure(
+                "context",
+                f"the {name} has room for {limit:,} tokens, but {what} are needed",
+                f"lower rollout.max_tokens to {max(1, limit - case.longest_prompt - 1):,}{shorter}",
+            )
+    if known and all(limit >= needed for limit in known.values()):
+        room = ", ".join(f"{name} {limit:,}" for name, limit in known.items())
+        yield passed("context", f"{what}; room: {room}")
+
+
+def check_temperature(case: Case) -> Iterator[Finding]:
+    rollout = case.config.rollout
+    if rollout.top_p < 1 or rollout.top_k:
+        cut = " and ".join(
+            part
+            for part in (
+                f"top_p {rollout.top_p}" if rollout.top_p < 1 else "",
+                f"top_k {rollout.top_k}" if rollout.top_k else "",
+            )
+            if part
+        )
+        yield warning(
+            "temperature",
+            f"with {cut} the student draws from fewer ids than its log-probs are taken over, so rollouts are not quite its own "
+            "policy's; an engine that reports log-probs of the cut distribution would be wrong by their normalisation",
+            "set rollout.top_p = 1 and rollout.top_k = 0 (the paper's setting)",
+        )
+    elif rollout.temperature != 1:
+        yield warning(
+            "temperature",
+            f"tokens are drawn, and student, teacher and reference are scored, at temperature {rollout.temperature}; engines "
+            "and servers that report log-probs at temperature 1 do not fit",
+            "set rollout.temperature = 1 (the paper's setting) unless all models are local",
+        )
+    else:
+        yield passed("temperature", "tokens are drawn and scored at temperature 1 over the whole vocabulary")

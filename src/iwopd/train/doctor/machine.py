@@ -1,0 +1,52 @@
+"""Is everything installed, and can the processor do what the recipe asks of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from iwopd.config import Config
+from iwopd.train.doctor.findings import Finding, failure, passed
+
+BFLOAT16 = """
+import torch
+with torch.no_grad():
+    torch.nn.Linear(64, 64, dtype=torch.bfloat16)(torch.ones(2, 32, 64, dtype=torch.bfloat16))
+"""
+"""A product that is large enough for the processor's matrix units."""
+
+
+def check_packages(config: Config) -> Iterator[Finding]:
+    """The extras that the recipe needs."""
+    models = config.models
+    names = [models.student, models.teacher, models.reference]
+    files = [models.student_gguf_file, models.teacher_gguf_file, models.reference_gguf_file]
+    needed = {
+        "peft": ("lora", config.lora.rank > 0),
+        "bitsandbytes": ("qlora", config.lora.quantize != "none"),
+        "gguf": ("gguf", any(files) or any(str(name).endswith(".gguf") for name in names)),
+    }
+    for package, (extra, wanted) in needed.items():
+        if wanted and importlib.util.find_spec(package) is None:
+            yield failure("packages", f"this recipe needs {package}, which is not installed", f"pip install 'iwopd[{extra}]'")
+
+
+def check_processor(config: Config) -> Iterator[Finding]:
+    """bfloat16 on a CPU, in a process of its own: a virtual machine that announces AMX but forbids it kills the process."""
+    dtypes = {config.models.dtype, config.models.teacher_dtype}
+    if torch.cuda.is_available() or ("bfloat16" not in dtypes and config.precision != "bf16"):
+        return
+    done = subprocess.run([sys.executable, "-c", BFLOAT16], capture_output=True, timeout=300)
+    if done.returncode:
+        yield failure(
+            "processor",
+            f"a bfloat16 product ends the process here (exit code {done.returncode}): the machine announces instructions "
+            "that it does not allow",
+            "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, or load in float32",
+        )
+    else:
+        yield passed("processor", "bfloat16 products work")

@@ -1,0 +1,84 @@
+"""Student, teacher and reference as the settings describe them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from iwopd import tiny
+from iwopd.adapters import add_adapter, quantization
+from iwopd.config import Config, ConfigError
+from iwopd.models import ModelSource, load_model
+
+
+def open_world(config: Config, progress: tiny.Progress | None) -> tiny.World | None:
+    """The embedded world that the settings name, its models trained if they are not there yet."""
+    recipe = world_recipe(config)
+    return None if recipe is None else tiny.open_world(recipe, progress=progress)
+
+
+def world_recipe(config: Config) -> tiny.WorldRecipe | None:
+    models = config.models
+    if models.world is None:
+        return None
+    chosen = {"teacher": models.teacher_size, "student": models.student_size}
+    sizes = {name: size for name, size in chosen.items() if size is not None}
+    try:
+        return tiny.world_recipe(models.world, lineage=models.lineage, **sizes)
+    except ValueError as error:
+        raise ConfigError(f"models.world: {error}") from None
+
+
+def source_of(config: Config, name: str, world: tiny.World | None = None) -> ModelSource | None:
+    """Where `student`, `teacher` or `reference` comes from; None for a reference that nobody named."""
+    if world is not None and name != "reference":
+        return ModelSource(str(getattr(world, name)))
+    path = getattr(config.models, name)
+    if path is None:
+        return None
+    revision, gguf_file = getattr(config.models, f"{name}_revision"), getattr(config.models, f"{name}_gguf_file")
+    source = ModelSource.of(path, revision=revision)
+    if gguf_file is not None and source.gguf_file is not None:
+        raise ConfigError(f"models.{name} names a GGUF file already: leave models.{name}_gguf_file out")
+    return source if gguf_file is None else ModelSource(source.path, gguf_file, revision)
+
+
+def reference_source(config: Config, world: tiny.World | None = None) -> ModelSource | None:
+    """Where the reference comes from; None if it is the student with its adapter switched off, or none is needed."""
+    if not config.method.needs_reference:
+        return None
+    named, student = source_of(config, "reference", world), source_of(config, "student", world)
+    if config.lora.rank and named in (None, student):
+        return None
+    return named or student
+
+
+def load_student(config: Config, source: ModelSource, device: torch.device) -> Any:
+    """The student, with its adapter if it gets one."""
+    model = _load(config, source, device, config.models.dtype, quantization(config.lora))
+    if config.lora.rank:
+        add_adapter(model, config.lora)
+        model.peft_config["default"].revision = source.revision
+    return model
+
+
+def load_teacher(config: Config, source: ModelSource, device: torch.device) -> Any:
+    models = config.models
+    return _load(config, source, models.teacher_device or device, models.teacher_dtype or models.dtype).eval()
+
+
+def load_reference(config: Config, source: ModelSource, device: torch.device) -> Any:
+    return _load(config, source, device, config.models.dtype).eval()
+
+
+def _load(config: Config, source: ModelSource, device: torch.device | str, dtype: str, quantized: Any = None) -> Any:
+    models = config.models
+    return load_model(
+        source,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=models.trust_remote_code,
+        attention=models.attention,
+        quantization=quantized,
+    )
