@@ -468,7 +468,9 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
     for name, _ in flatten(values):
         if name not in known and not name.startswith(tuple(f"{table}." for table in OPEN_TABLES)):
             tail = name.rpartition(".")[2]
-            near = [key for key in known if key.rpartition(".")[2] == tail]
+            siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == name.rpartition(".")[0]}
+            near = [siblings[key] for key in difflib.get_close_matches(tail, siblings, n=1, cutoff=0.8)]
+            near = near or [key for key in known if key.rpartition(".")[2] == tail]
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "`iwopd train --help` lists all settings"
             raise ConfigError(f"{where}: unknown setting {name!r}; {hint}")
