@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_a_mismatch_is_refused_with_the_way_out(
     failed = [line for line in said.splitlines() if line.startswith("fail")]
     assert any(message in line and way_out.lower() in line.lower() for line in failed), said
     code, refused = doctor(tmp_path, settings, capsys, command="train")
-    assert code == 1
+    assert code == 2
     assert message in refused
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -156,6 +157,14 @@ def test_data_that_one_would_not_train_on(tmp_path: Path) -> None:
     assert "1 prompts have more than 2048 tokens" in said
 
 
+def test_a_student_that_caps_its_logits_is_a_warning_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = save_pair(tmp_path, student="gemma2") | {"steps": 1}
+    code, said = doctor(tmp_path, settings, capsys)
+    assert code == 0, said
+    assert "warn  fused head      the student's own logits differ from its output matrix" in said
+    assert doctor(tmp_path, settings, capsys, command="train")[0] == 0
+
+
 def test_settings_that_move_the_policy_are_named(tmp_path: Path) -> None:
     settings = healthy(tmp_path)
     settings["rollout"] |= {"temperature": 0.7}
@@ -188,7 +197,7 @@ def test_a_processor_that_dies_of_bfloat16_is_found_out(tmp_path: Path, monkeypa
 
 def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config({**healthy(tmp_path), "lora": {"rank": 4, "quantize": "4bit"}})
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     said = " ".join(finding.text() for finding in check_packages(config))
     assert "pip install 'iwopd[lora]'" in said.lower()
     assert "pip install 'iwopd[qlora]'" in said.lower()
@@ -291,11 +300,11 @@ def test_an_engine_that_reports_other_logprobs_is_refused(parts: Parts, tmp_path
     """As one does that reports them at temperature 1 while it draws at another."""
     config = make_config({**save_pair(tmp_path), "threads": torch.get_num_threads()})
     rollouts = known_rollouts(config, parts, 1)
-    (good,) = check_sampler(parts, rollouts)
+    (good,) = check_sampler(config, parts, rollouts)
     assert good.level == "pass"
     parts.student_scorer.lm.temperature = 0.7
     try:
-        (bad,) = check_sampler(parts, rollouts)
+        (bad,) = check_sampler(config, parts, rollouts)
     finally:
         parts.student_scorer.lm.temperature = 1.0
     assert bad.level == "fail"
