@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ import torch
 
 from iwopd.cli import main
 from iwopd.config import make_config
+from iwopd.models import ModelSource
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.doctor import ScoringPath, check_echo, examine_models, examine_recipe, machine, own_logprobs
+from iwopd.train.doctor.case import Member, open_case
+from iwopd.train.doctor.chat import check_template
 from iwopd.train.doctor.findings import Finding
+from iwopd.train.doctor.identity import check_files, check_special_tokens, check_vocabularies
 from iwopd.train.doctor.machine import check_packages, check_processor
+from iwopd.train.doctor.resources import check_resources
 from iwopd.train.doctor.working import check_sampler, known_rollouts
 from iwopd.types import Rollout
 from mismatched import MISMATCHES, healthy
@@ -202,6 +208,17 @@ def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest
     assert "pip install 'iwopd[lora]'" in said.lower()
     assert "pip install 'iwopd[qlora]'" in said.lower()
     assert "gguf" not in said
+
+
+def test_a_teacher_behind_a_server_needs_no_files_here(tmp_path: Path) -> None:
+    case = open_case(make_config(healthy(tmp_path)), tmp_path / "run")
+    served = Member("teacher", ModelSource("some-name"), problem="there is no such folder", elsewhere=True)
+    for members in ({"student": case.student, "teacher": served}, {"student": case.student}):
+        other = replace(case, members=members)
+        found = [*check_files(other), *check_vocabularies(other), *check_special_tokens(other), *check_template(other)]
+        assert "fail" not in {finding.level for finding in found}, [finding.text() for finding in found]
+        memory = next(finding for finding in check_resources(other) if finding.check == "memory")
+        assert "teacher" not in memory.message
 
 
 # --- the echo test --------------------------------------------------------------------------------------------------
