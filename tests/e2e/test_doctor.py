@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ import torch
 
 from iwopd.cli import main
 from iwopd.config import make_config
+from iwopd.models import ModelSource
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.doctor import ScoringPath, check_echo, examine_models, examine_recipe, machine, own_logprobs
+from iwopd.train.doctor.case import Member, open_case
+from iwopd.train.doctor.chat import check_template
 from iwopd.train.doctor.findings import Finding
+from iwopd.train.doctor.identity import check_files, check_special_tokens, check_vocabularies
 from iwopd.train.doctor.machine import check_packages, check_processor
+from iwopd.train.doctor.resources import check_resources
 from iwopd.train.doctor.working import check_sampler, known_rollouts
 from iwopd.types import Rollout
 from mismatched import MISMATCHES, healthy
@@ -81,7 +87,7 @@ def test_a_mismatch_is_refused_with_the_way_out(
     failed = [line for line in said.splitlines() if line.startswith("fail")]
     assert any(message in line and way_out.lower() in line.lower() for line in failed), said
     code, refused = doctor(tmp_path, settings, capsys, command="train")
-    assert code == 1
+    assert code == 2
     assert message in refused
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -157,6 +163,14 @@ def test_data_that_one_would_not_train_on(tmp_path: Path) -> None:
     assert "1 prompts have more than 2048 tokens" in said
 
 
+def test_a_student_that_caps_its_logits_is_a_warning_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = save_pair(tmp_path, student="gemma2") | {"steps": 1}
+    code, said = doctor(tmp_path, settings, capsys)
+    assert code == 0, said
+    assert "warn  fused head      the student's own logits differ from its output matrix" in said
+    assert doctor(tmp_path, settings, capsys, command="train")[0] == 0
+
+
 def test_settings_that_move_the_policy_are_named(tmp_path: Path) -> None:
     settings = healthy(tmp_path)
     settings["rollout"] |= {"temperature": 0.7}
@@ -194,6 +208,17 @@ def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest
     assert "pip install 'iwopd[lora]'" in said.lower()
     assert "pip install 'iwopd[qlora]'" in said.lower()
     assert "gguf" not in said
+
+
+def test_a_teacher_behind_a_server_needs_no_files_here(tmp_path: Path) -> None:
+    case = open_case(make_config(healthy(tmp_path)), tmp_path / "run")
+    served = Member("teacher", ModelSource("some-name"), problem="there is no such folder", elsewhere=True)
+    for members in ({"student": case.student, "teacher": served}, {"student": case.student}):
+        other = replace(case, members=members)
+        found = [*check_files(other), *check_vocabularies(other), *check_special_tokens(other), *check_template(other)]
+        assert "fail" not in {finding.level for finding in found}, [finding.text() for finding in found]
+        memory = next(finding for finding in check_resources(other) if finding.check == "memory")
+        assert "teacher" not in memory.message
 
 
 # --- the echo test --------------------------------------------------------------------------------------------------
@@ -292,11 +317,11 @@ def test_an_engine_that_reports_other_logprobs_is_refused(parts: Parts, tmp_path
     """As one does that reports them at temperature 1 while it draws at another."""
     config = make_config({**save_pair(tmp_path), "threads": torch.get_num_threads()})
     rollouts = known_rollouts(config, parts, 1)
-    (good,) = check_sampler(parts, rollouts)
+    (good,) = check_sampler(config, parts, rollouts)
     assert good.level == "pass"
     parts.student_scorer.lm.temperature = 0.7
     try:
-        (bad,) = check_sampler(parts, rollouts)
+        (bad,) = check_sampler(config, parts, rollouts)
     finally:
         parts.student_scorer.lm.temperature = 1.0
     assert bad.level == "fail"

@@ -28,17 +28,19 @@ class Member:
     name: str
     """student, teacher or reference."""
     source: ModelSource | None
-    """None: an embedded world brings it, or a server has it."""
+    """None: an embedded world brings it."""
     tokenizer: Any = None
     config: Any = None
     generation: Any = None
     problem: str = ""
     """Why something of it could not be read."""
+    elsewhere: bool = False
+    """Behind a server: its weights need not be here, and its tokenizer may not be."""
 
     @property
     def unreachable(self) -> bool:
-        """On the hub, and the hub did not answer: nothing can be said about it here."""
-        return bool(self.problem) and self.source is not None and not _is_path(self.source.path)
+        """On a hub that did not answer, or behind a server: nothing can be said about it here."""
+        return bool(self.problem) and self.source is not None and (self.elsewhere or not _is_path(self.source.path))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,11 @@ class Case:
         return self.members["student"]
 
     @property
+    def teacher(self) -> Member:
+        """Behind a server it may be nothing but a name."""
+        return self.members.get("teacher", Member("teacher", None, elsewhere=True))
+
+    @property
     def longest_prompt(self) -> int:
         return max((len(prompt.token_ids) for prompt in self.prompts), default=self.config.data.max_prompt_tokens)
 
@@ -77,11 +84,8 @@ def open_case(config: Config, folder: Path) -> Case:
         if (reference := reference_source(config)) is not None:
             sources["reference"] = reference
         trust = config.models.trust_remote_code
-        if config.teacher.urls and not Path(str(config.models.teacher)).is_dir():
-            sources["teacher"] = None  # a server has it, and models.teacher is its name there
-        members = {
-            name: Member(name, None) if source is None else _member(name, source, trust) for name, source in sources.items()
-        }
+        served = {"teacher"} if _teacher_is_served(config) else set()
+        members = {name: _member(name, source, trust, name in served) for name, source in sources.items() if source}
     world = None if recipe is None else _nowhere(recipe)
     limit = config.rollout.max_tokens or (max_response_tokens(recipe.operands) if recipe is not None else None)
     notes: list[str] = []
@@ -108,9 +112,14 @@ def _nowhere(recipe: tiny.WorldRecipe) -> tiny.World:
     return tiny.World(recipe, Path("teacher"), Path("student"))
 
 
-def _member(name: str, source: ModelSource, trust_remote_code: bool) -> Member:
+def _teacher_is_served(config: Config) -> bool:
+    """Whether servers score for the teacher (a section of the settings that not every version has)."""
+    return bool(getattr(getattr(config, "teacher", None), "urls", None))
+
+
+def _member(name: str, source: ModelSource, trust_remote_code: bool, elsewhere: bool) -> Member:
     read = _read if _is_path(source.path) else _read_once
-    return Member(name, source, *read(source, trust_remote_code))
+    return Member(name, source, *read(source, trust_remote_code), elsewhere=elsewhere)
 
 
 def _read(source: ModelSource, trust_remote_code: bool) -> tuple[Any, Any, Any, str]:

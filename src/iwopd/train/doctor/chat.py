@@ -19,7 +19,7 @@ MOST_LINES = 14
 
 def check_template(case: Case) -> Iterator[Finding]:
     """The student has a template; the teacher's own would render the same."""
-    student, teacher = case.student.tokenizer, case.members["teacher"].tokenizer
+    student, teacher = case.student.tokenizer, case.teacher.tokenizer
     if student is None or case.config.models.world is not None:
         return
     ours = _render(student)

@@ -56,7 +56,7 @@ def examine_models(
     yield from check_masks(parts)
     rollouts = known_rollouts(config, parts, step)
     yield from check_heads(config, parts, rollouts)
-    yield from check_sampler(parts, rollouts)
+    yield from check_sampler(config, parts, rollouts)
     yield from check_scorers(config, parts, rollouts, further)
 
 

@@ -14,8 +14,6 @@ Level = Literal["pass", "warn", "fail"]
 class DoctorError(UserError, ValueError):
     """A recipe that would fail, or train on the wrong numbers."""
 
-    exit_code = 1
-
 
 @dataclass(frozen=True)
 class Finding:

@@ -108,7 +108,7 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
             f"set rollout.stop_tokens = [{word!r}], or add the id to eos_token_id in generation_config.json",
         )
         return
-    teacher = case.members["teacher"]
+    teacher = case.teacher
     theirs = end_ids(teacher.tokenizer, teacher.generation) if teacher.tokenizer is not None else frozenset()
     if theirs and not theirs & stops:
         other = {stop: teacher.tokenizer.convert_ids_to_tokens(stop) for stop in sorted(theirs)}

@@ -27,7 +27,7 @@ def check_context(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
             shorter = f", or data.max_prompt_tokens to {fit:,}" if fit > 0 else ""
             yield failure(
                 "context",
-                f"the {name} has room for {limit:,} tokens, but {what} are needed",
+                f"the {name} has room for {limit:,} tokens (max_position_embeddings), but {what} are needed",
                 f"lower rollout.max_tokens to {max(1, limit - case.longest_prompt - 1):,}{shorter}",
             )
     if known and all(limit >= needed for limit in known.values()):

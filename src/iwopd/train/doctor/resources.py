@@ -56,7 +56,7 @@ def check_resources(case: Case, models: Mapping[str, Any] | None = None) -> Iter
     configs = {name: model.config for name, model in (models or {}).items()} or {
         member.name: member.config for member in case.members.values() if member.config is not None
     }
-    if "student" not in configs or "teacher" not in configs:
+    if "student" not in configs or ("teacher" not in configs and not case.teacher.elsewhere):
         return
     sizes = _sizes(case, configs, models or {})
     estimate = estimate_step(case, sizes, configs["student"])
@@ -87,7 +87,7 @@ def estimate_step(case: Case, sizes: Sizes, student: Any) -> Estimate:
     chunk = (CHUNK_ELEMENTS_GPU if torch.cuda.is_available() else CHUNK_ELEMENTS_CPU) * 4
     matrix = 0 if config.lora.rank else text.vocab_size * text.hidden_size * 4
     cache = rollouts * longest * 2 * text.num_hidden_layers * key_heads * width * size
-    teacher_here = config.models.teacher_device is None
+    teacher_here = config.models.teacher_device is None and not case.teacher.elsewhere
     return Estimate(
         {
             "weights": int(frozen * frozen_size) + sizes.trained * trained_size,

@@ -56,12 +56,13 @@ def check_masks(parts: Parts) -> Iterator[Finding]:
 def check_heads(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
     """The fused head against the model's own logits, and whether sequences can be packed."""
     sequences = Sequences.from_rollouts(rollouts)
-    users: dict[str, ResponseModel] = {"student": parts.learner.lm}
+    users: dict[str, list[ResponseModel]] = {"student": [parts.learner.lm, parts.student_scorer.lm]}
     for name, scorer in (("teacher", parts.teacher_scorer), ("reference", parts.reference_scorer)):
         if isinstance(scorer, LocalScorer):
-            users[name] = scorer.lm
-    for name, lm in users.items():
-        difference = lm.check_head(sequences)
+            users[name] = [scorer.lm]
+    for name, lms in users.items():
+        difference = max(lm.check_head(sequences) for lm in lms)
+        lm = lms[0]
         if not lm.fused:
             check = failure if config.method.entropy_coef and name == "student" else warning
             needs = ", which the entropy bonus cannot use" if check is failure else ", which takes more memory"
@@ -82,13 +83,14 @@ def check_heads(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> It
             yield passed("fused head", f"the {name}'s agrees with its own logits (largest difference {difference:.1g})")
 
 
-def check_sampler(parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
+def check_sampler(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
     """What the sampler calls the log-probs of its tokens is what the trainer computes for them."""
     scored = parts.student_scorer.score(rollouts)
     written = [rollout.rollout_logprobs for rollout in rollouts]
     differences = (torch.cat(scored).double() - torch.cat(written).double()).abs()
     largest, mean = float(differences.max()), float(differences.mean())
-    if mean <= TOLERANCE_HALF if is_half(parts.student) else largest <= TOLERANCE:
+    half = is_half(parts.student) or config.precision != "no"
+    if mean <= TOLERANCE_HALF if half else largest <= TOLERANCE:
         yield passed("sampler", f"its log-probs are the trainer's (largest difference {largest:.1g})")
     else:
         yield failure(
