@@ -160,7 +160,7 @@ def test_data_that_one_would_not_train_on(tmp_path: Path) -> None:
     assert "2 of 6 prompts hold their own answer, such as '1'" in said
     assert "1 prompts are empty, such as '4'" in said
     assert "1 of 6 prompts occur more than once, such as '5'" in said
-    assert "1 prompts have more than 2048 tokens" in said
+    assert "1 left out with more than 2048 tokens" in said
 
 
 def test_a_student_that_caps_its_logits_is_a_warning_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def open_case(config: Config, folder: Path) -> Case:
         if (reference := reference_source(config)) is not None:
             sources["reference"] = reference
         trust = config.models.trust_remote_code
-        served = {"teacher"} if _teacher_is_served(config) else set()
+        served = {"teacher"} if config.teacher.urls else set()
         members = {name: _member(name, source, trust, name in served) for name, source in sources.items() if source}
     world = None if recipe is None else _nowhere(recipe)
     limit = config.rollout.max_tokens or (max_response_tokens(recipe.operands) if recipe is not None else None)
@@ -110,11 +110,6 @@ def _fewer(config: Config) -> Config:
 def _nowhere(recipe: tiny.WorldRecipe) -> tiny.World:
     """A world for its prompts: its models need not be there."""
     return tiny.World(recipe, Path("teacher"), Path("student"))
-
-
-def _teacher_is_served(config: Config) -> bool:
-    """Whether servers score for the teacher (a section of the settings that not every version has)."""
-    return bool(getattr(getattr(config, "teacher", None), "urls", None))
 
 
 def _member(name: str, source: ModelSource, trust_remote_code: bool, elsewhere: bool) -> Member:
