@@ -269,7 +269,7 @@ class Vllm(Section):
     url: str | None = Field(None, description="server for rollouts, e.g. http://gpu1:8000 (engine server)")
     name: str | None = Field(None, description="what the server calls the student; empty: its only model")
     weights_folder: str | None = Field(
-        None, description="folder that this machine and the server share, through which new weights reach the server"
+        None, description="folder, for this run alone, that the server sees under the same name: new weights go through it"
     )
     api_key_env: str | None = Field(None, description="environment variable that holds the server's API key; empty: no key")
     max_in_flight: int = Field(64, ge=1, description="requests under way at once (engine server)")

@@ -47,7 +47,6 @@ class RolloutServer:
         self.max_in_flight = max_in_flight
         self.student, self.weights_folder = student, weights_folder
         self._synced: Any = None
-        self._versions = 0
         card = self._model_card(name)
         self.name: str = card["id"]
         self.max_model_len = int(card["max_model_len"])
@@ -83,8 +82,10 @@ class RolloutServer:
         version = weights_version(self.student)
         if version == self._synced:
             return
-        folder = self.weights_folder.absolute() / f"weights-{self._versions + 1:06d}"
-        shutil.rmtree(folder, ignore_errors=True)
+        # Never the same name twice: a network file system might still show the server the old files.
+        before = sorted(self.weights_folder.absolute().glob("weights-[0-9]*"))
+        number = int(before[-1].name.removeprefix("weights-")) + 1 if before else 1
+        folder = self.weights_folder.absolute() / f"weights-{number:06d}"
         try:
             save_weights(self.student, folder)
         except OSError as error:
@@ -97,8 +98,8 @@ class RolloutServer:
                 f"the server did not take new weights from {folder}: {error}. It must see this folder under this name and have "
                 "been started with VLLM_SERVER_DEV_MODE=1 (docs/vllm.md)"
             ) from None
-        shutil.rmtree(folder.with_name(f"weights-{self._versions:06d}"), ignore_errors=True)
-        self._versions += 1
+        for old in before:
+            shutil.rmtree(old, ignore_errors=True)
         self._synced = version
 
 
