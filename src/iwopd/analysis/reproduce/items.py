@@ -32,7 +32,7 @@ from iwopd.analysis.reproduce.variants import (
 )
 
 SIZES = ("small", "medium", "large")
-RATES = (0.5, 1.0, 2.0)
+RATES = (0.5, 1.0, 2.0, 4.0)
 """Learning rates that `own` gives the paper's methods to choose from, as multiples of --lr. Ours gets --lr alone."""
 Probes = Mapping[int, Probe]
 """Results of `iwopd probe` by lineage."""
