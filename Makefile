@@ -64,6 +64,7 @@ bench: setup
 	@$(BIN)/python bench/step.py
 	@$(BIN)/python bench/math_check.py
 	@$(BIN)/python bench/code_check.py
+	@$(BIN)/python bench/overlap.py
 
 demo: setup
 	@$(BIN)/iwopd demo

@@ -11,7 +11,7 @@ minima over the rounds. Other load on the machine makes them worthless: the load
 the same time: the CPU seconds of every chunk are measured in both processes, and the step's time on two free cores is
 computed from them (the teacher's chunk k begins when it is written and chunk k-1 is scored). That is a model, not a clock.
 
-Exit code 1 if an overlapped step takes more than 80 % of a sequential one.
+Exit code 1 if an overlapped step takes more than 80 % of a sequential one (medians; with `--cpu-time` the fastest).
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def main() -> None:
     print(_row(f"overlapped, {options.chunks} chunks", seconds[options.chunks]))
     ratios = [measure(seconds[options.chunks]) / measure(seconds[1]) for measure in (statistics.median, min)]
     print(f"overlapped / sequential: {ratios[0]:.2f} (medians), {ratios[1]:.2f} (fastest); the bar is {BAR}")
-    sys.exit(ratios[0] > BAR)
+    sys.exit(ratios[1 if options.cpu_time else 0] > BAR)  # neighbours inflate CPU seconds, too: the fastest had the fewest
 
 
 def _row(name: str, times: Sequence[float]) -> str:
