@@ -292,7 +292,7 @@ ITEMS: Mapping[str, Item] = {
             "p8",
             "ablations",
             "Tab. 4: share > curriculum > linear > fixed > OPD; unsigned > signed; blend > surrogate only > ideal",
-            (OPD, *ABLATIONS),
+            (OPD, *ABLATIONS, SURVIVAL),
             _p8,
         ),
         Item("p9", "ExOPD", "Tab. 7: the weights add on top of ExOPD", (EXOPD, IW_EXOPD), _p9),
