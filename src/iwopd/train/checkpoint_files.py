@@ -124,7 +124,7 @@ def damage(folder: Path, step: int) -> str | None:
         )
     if version != FORMAT_VERSION or written_step != step:
         return f"{MANIFEST} is of format {version!r} and step {written_step!r}, not of format {FORMAT_VERSION} and step {step}"
-    for name in (*REQUIRED, *([] if sizes.keys() & set(CONFIGS) else CONFIGS[:1])):
+    for name in (*([] if sizes.keys() & set(CONFIGS) else CONFIGS[:1]), *REQUIRED):
         if name not in sizes:
             return f"{MANIFEST} does not list {name}"
     try:
