@@ -1,6 +1,6 @@
 """For tests/vllm: small models that vLLM's CPU attention takes, and real servers of them.
 
-The head size is 32; that of the embedded worlds' models is 16 and 24, which it does not take.
+The head size is 32; that of the embedded worlds' models is 16 and 24, which it does not list.
 """
 
 from __future__ import annotations
