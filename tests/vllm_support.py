@@ -24,7 +24,7 @@ from models import byte_tokenizer
 
 IDS, ROWS = 258, 270
 """Ids of the tokenizer (bytes: vLLM's server tries its tokenizer on words), and rows of the output matrix: 12 are padding."""
-START_SECONDS = 300
+START_SECONDS = 600
 
 
 def make_model(seed: int, *, tied: bool = True, layers: int = 2) -> Any:
