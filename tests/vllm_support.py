@@ -1,6 +1,6 @@
 """For tests/vllm: small models that vLLM's CPU attention takes, and real servers of them.
 
-The head size is 32; that of the embedded worlds' models is 16 and 24, which it does not take.
+The head size is 32; that of the embedded worlds' models is 16 and 24, which it does not list.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from models import byte_tokenizer
 
 IDS, ROWS = 258, 270
 """Ids of the tokenizer (bytes: vLLM's server tries its tokenizer on words), and rows of the output matrix: 12 are padding."""
-START_SECONDS = 300
+START_SECONDS = 600
 
 
 def make_model(seed: int, *, tied: bool = True, layers: int = 2) -> Any:
