@@ -30,7 +30,7 @@ ALPHAS = {f"ideal-alpha-{alpha:g}": {"weights": "ideal", "params": {"alpha": alp
 COMMON: dict[str, Any] = {
     "seed": 0,
     "precision": "bf16",
-    "models": {"dtype": "float32"},
+    "models": {"dtype": "float32", "teacher_dtype": "bfloat16"},
     "data": {"max_prompt_tokens": 2048},
     "rollout": {"prompts_per_step": 1024, "samples": 1, "max_tokens": 16384, "temperature": 1.0, "top_p": 1.0},
     "optim": {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -115,3 +117,23 @@ def test_recipes_differ_only_in_what_their_rows_differ_in() -> None:
         if method_of(FOLDER / stem) != "opd":
             allowed |= {"method.advantage", "method.weights", "method.params"}
         assert changed(config) <= allowed, stem
+
+
+def test_the_doctor_finds_nothing_wrong_without_models(tmp_path: Path) -> None:
+    """Its static part over every recipe; the hub is out of reach, which it must say, and nothing else may fail."""
+    code = """
+import sys
+from pathlib import Path
+from iwopd.config import load_config
+from iwopd.train.doctor import examine_recipe
+for path in sys.argv[2:]:
+    found = list(examine_recipe(load_config(Path(path)), Path(sys.argv[1]), static=True))
+    assert found
+    for finding in found:
+        if finding.level == "fail":
+            print(Path(path).stem, finding.text())
+"""
+    words = [sys.executable, "-c", code, str(tmp_path / "run"), *(str(path) for path in FILES)]
+    done = subprocess.run(words, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
