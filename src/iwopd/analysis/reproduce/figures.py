@@ -8,8 +8,8 @@ from pathlib import Path
 from iwopd.analysis.reproduce.tables import Section
 from iwopd.report.charts import Axis, Chart, Series
 
-MOST = 8
-"""Curves that can be told apart."""
+MOST = 12
+"""Curves that can be told apart, by colour, dash and marker together."""
 
 
 def learning_chart(section: Section) -> Chart | None:
@@ -17,8 +17,10 @@ def learning_chart(section: Section) -> Chart | None:
     methods = section.numbers.get("methods")
     if not methods:
         return None
+    shown = section.numbers.get("shown") or list(methods)
     series = []
-    for style, (title, cells) in enumerate(list(methods.items())[:MOST]):
+    for style, title in enumerate(shown[:MOST]):
+        cells = methods[title]
         steps = sorted(cells["accuracy"])
         points = [cells["accuracy"][step] for step in steps]
         mean, low, high = ([getattr(point, name) for point in points] for name in ("mean", "low", "high"))

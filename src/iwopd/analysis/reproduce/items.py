@@ -244,7 +244,8 @@ def _own(item: Item, runs: Runs, probes: Probes) -> Section:
             effect = runs.effect(ours, theirs, step)
             words.append(in_words(f"Each at its best learning rate for step {step}, {ours.title} minus {theirs.title}", effect))
     words.append(f"The best of {len(RATES)} learning rates is chosen on these very runs, for every method.")
-    return item.make([table], words, methods=numbers)
+    shown = [v.title for method in (OPD, IW_OPD, SURVIVAL) for v in (method, best(method, last))]
+    return item.make([table], words, methods=numbers, shown=list(dict.fromkeys(shown)))
 
 
 ITEMS: Mapping[str, Item] = {
