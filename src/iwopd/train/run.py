@@ -7,6 +7,8 @@ from pathlib import Path
 
 from iwopd import algo, tiny
 from iwopd.config import Config
+from iwopd.rollout.http import ServerError
+from iwopd.rollout.weights import WeightSyncError
 from iwopd.teacher.errors import TeacherError
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
@@ -62,7 +64,7 @@ def run_training(
             tracker.say(f"resuming {folder} after step {done.step}")
         try:
             done = train(config, parts, run, store, tracker, done)
-        except TeacherError as error:  # the teacher's fault, or its absence: the steps before it are good
+        except (TeacherError, ServerError, WeightSyncError) as error:  # earlier steps are good
             raise TrainingStoppedError(f"{error}\n{_keep_finished(config, parts, run, store, done)}", error.exit_code) from None
         parts.ranks.leave(together=True)  # the main one may still have been saving
         return done
@@ -79,10 +81,10 @@ def run_training(
 def _keep_finished(config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore, done: Progress) -> str:
     """Save the last finished step if it is not saved yet; says how to go on."""
     if done.step == 0:
-        return "No step was finished; start again when the teacher is back"
+        return "No step was finished; start again when it is back"
     if done.step not in store.steps():
         save(config, parts, run, store, done)
-    return f"Step {done.step} was the last finished one and is saved; continue with --resume when the teacher is back"
+    return f"Step {done.step} was the last finished one and is saved; continue with --resume when it is back"
 
 
 def _examined(findings: Iterable[Finding]) -> list[str]:
