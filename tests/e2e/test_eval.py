@@ -156,7 +156,7 @@ def test_bad_input_gets_one_clear_line(model: Path, problems: Path, tmp_path: Pa
         "--model", model, "--out", tmp_path / "long", "--tasks", "aime24", *data, "--max-tokens", "9000"
     )
     offline = refused(*base, "--tasks", "hmmt25", "--limit", "1")
-    assert "give a local file with --data TASK=FILE" in offline
+    assert "give a local file: --data TASK=FILE" in offline
     bare = save_byte_model(tmp_path / "bare", chat=False)
     assert "--no-chat" in refused("--model", bare, "--tasks", "aime24", *data, "--out", tmp_path / "bare-out")
 

@@ -45,5 +45,5 @@ def test_runs_are_resumed_and_made_once(tmp_path: Path) -> None:
 def test_a_failed_run_says_why(tmp_path: Path) -> None:
     settings = save_pair(tmp_path)
     settings["data"] = {"prompts": str(tmp_path / "nowhere.jsonl")}
-    with pytest.raises(ManyRunsError, match=r"failed with exit code 2:\n.*cannot read prompts from .*nowhere\.jsonl"):
+    with pytest.raises(ManyRunsError, match=r"(?s)failed with exit code 2:\n.*cannot read prompts from .*nowhere\.jsonl"):
         run_all(jobs(tmp_path / "runs", settings, 1), at_a_time=1, console=Console(file=io.StringIO()))

@@ -27,7 +27,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         {"source": str(folder / "prompts.jsonl"), "name": "sums", "weight": 3, "teacher": "adder"},
         {"source": str(folder / "differences.jsonl"), "weight": 1, **difference},
     ]
-    return {**settings, "steps": 4, "data": {"sets": sets}}
+    others = {name: {"model": settings["models"]["teacher"]} for name in ("adder", "subtractor")}
+    return {**settings, "steps": 4, "data": {"sets": sets}, "teacher": {"others": others}}
 
 
 def test_the_order_of_a_mixture(mixture: dict[str, Any]) -> None:
