@@ -15,6 +15,7 @@ from iwopd.adapters import add_adapter
 from iwopd.algo.head import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
+from iwopd.train.memory import activation_elements, cache_elements
 
 TIGHT = 0.9
 """Share of the memory there is from which an estimate is a warning."""
@@ -72,21 +73,13 @@ def estimate_step(case: Case, sizes: Sizes, student: Any) -> Estimate:
     frozen = sizes.student - sizes.trained if config.lora.rank else 0
     frozen_size = {"none": float(size), "8bit": 1.0, "4bit": 0.55}[config.lora.quantize]
     text = student.get_text_config()
-    heads = text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    # What a layer keeps of a token for its backward pass: two norms and residuals, queries, keys, values, attention, and the
-    # three inner vectors of a gated feed-forward. Rounding of the norms adds float32 copies, hence the two more.
-    layer = 8 * text.hidden_size + 4 * (heads + key_heads) * width + 4 * inner
     longest = case.longest_prompt + (case.max_response or 0)
     rollouts = config.rollout.prompts_per_step * config.rollout.samples
     tokens = max(longest, min(config.optim.token_budget, rollouts * longest))
-    kept = text.num_hidden_layers * (text.hidden_size if config.optim.gradient_checkpointing else layer)
-    once = layer if config.optim.gradient_checkpointing else 0
+    kept = activation_elements(student, config.optim.gradient_checkpointing)
     chunk = (CHUNK_ELEMENTS_GPU if torch.cuda.is_available() else CHUNK_ELEMENTS_CPU) * 4
     matrix = 0 if config.lora.rank else text.vocab_size * text.hidden_size * 4
-    cache = rollouts * longest * 2 * text.num_hidden_layers * key_heads * width * size
+    cache = rollouts * longest * cache_elements(student) * size
     teacher_here = config.models.teacher_device is None and not case.teacher.elsewhere
     return Estimate(
         {
@@ -94,7 +87,7 @@ def estimate_step(case: Case, sizes: Sizes, student: Any) -> Estimate:
             "optimizer": 3 * sizes.trained * trained_size,  # gradient and Adam's two moments
             "teacher": sizes.teacher * BYTES[config.models.teacher_dtype or config.models.dtype] if teacher_here else 0,
             "reference": sizes.reference * size,
-            "activations": tokens * (kept + once) * size,
+            "activations": tokens * kept * size,
             "head": chunk + matrix,
             "cache": min(cache, _most_cache()),
         }
