@@ -316,7 +316,9 @@ def test_probes_and_runs_on_one_page(two_runs: Path, open_page: Any, tmp_path: P
     assert page.evaluate(hidden, "plot-probe-gain") == 1
     assert page.evaluate(hidden, "plot-accuracy-0") == 0
     page.locator("#figure-probe-gain summary").click()
-    cells = page.locator("#figure-probe-gain .numbers tr").nth(2).locator("td").all_inner_texts()
+    row = page.locator("#figure-probe-gain .numbers tr").nth(2)
+    row.wait_for()  # the table is written when it is opened
+    cells = row.locator("td").all_inner_texts()
     assert cells == ["IW-OPD, gamma 0.5", "0.1", "0.05", "0.15", "0.1", "0.05", "0.15"]
     opened.check_quiet()
 

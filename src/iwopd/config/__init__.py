@@ -1,0 +1,28 @@
+"""One validated tree of settings. A recipe is a TOML file of it; the command line overrides it by dotted names.
+
+Unknown keys are refused with the nearest right one. The resolved tree is saved in the run directory.
+"""
+
+from iwopd.config.engines import TeacherSource
+from iwopd.config.models import Lora
+from iwopd.config.reading import config_toml, differences, flatten, load_config, make_config, parse_value, settings
+from iwopd.config.section import ConfigError, Section
+from iwopd.config.training import Method, Optim
+from iwopd.config.tree import Config
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Lora",
+    "Method",
+    "Optim",
+    "Section",
+    "TeacherSource",
+    "config_toml",
+    "differences",
+    "flatten",
+    "load_config",
+    "make_config",
+    "parse_value",
+    "settings",
+]

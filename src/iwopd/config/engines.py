@@ -1,0 +1,137 @@
+"""Settings of what writes and what scores: rollouts, vLLM, teachers."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from iwopd.config.section import Dtype, Section
+from iwopd.data.teacher_view import PromptTemplate
+
+
+class RolloutSettings(Section):
+    engine: Literal["local", "vllm", "server"] = Field(
+        "local", description="who writes: local (this process, transformers), vllm (in this process), server (vllm.url)"
+    )
+    prompts_per_step: int = Field(64, ge=1, description="prompts of one step")
+    samples: int = Field(1, ge=1, description="rollouts per prompt")
+    max_tokens: int | None = Field(None, ge=1, description="longest response; empty: what the world's answers need")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it, too")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")
+    top_k: int = Field(0, ge=0, description="keep the k likeliest ids; 0: off")
+    stop_tokens: list[str] = Field(
+        [], description="tokens that end an answer, besides those of tokenizer and generation config"
+    )
+    truncated: Literal["keep", "mask", "drop"] = Field(
+        "keep", description="rollouts cut off by max_tokens: train on them or not"
+    )
+    chunks: int | None = Field(
+        None, ge=1, description="the teacher scores one chunk while the next is written; empty: 2 with a server, else 1 (off)"
+    )
+
+
+class TeacherSource(Section):
+    """Where a teacher is, and what it sees."""
+
+    urls: list[str] = Field([], description="servers (replicas) that score, e.g. ['http://gpu1:8000']; empty: a local model")
+    name: str | None = Field(None, description="what the servers call the model; empty: models.teacher, or their only one")
+    dialect: Literal["vllm", "sglang"] = Field("vllm", description="vllm (also `iwopd serve-teacher`), or sglang")
+    api_key_env: str | None = Field(None, description="environment variable that holds the servers' API key; empty: no key")
+    max_in_flight: int = Field(16, ge=1, description="requests under way at once, for each server")
+    tokens_per_request: int = Field(8192, ge=1, description="short rollouts travel together up to so many tokens")
+    request_timeout: float = Field(300.0, gt=0, description="seconds for one attempt at one request")
+    patience: float = Field(600.0, gt=0, description="seconds that a teacher may be away before the run saves and ends")
+    deadline: float = Field(7200.0, gt=0, description="seconds for the scores of one step (or chunk of it)")
+    system: str | None = Field(None, description="system prompt that the teacher sees instead of the student's")
+    user: str | None = Field(
+        None, description="user message that the teacher sees: {prompt}, {answer} and the data set's fields are filled in"
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _plain_urls(cls, urls: list[str]) -> list[str]:
+        return [_server_url(url) for url in urls]
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _names_a_variable(cls, name: str | None) -> str | None:
+        if name is not None and not name.isidentifier():
+            raise ValueError("must be the name of an environment variable, not the key itself")
+        return name
+
+    @model_validator(mode="after")
+    def _template_is_one(self) -> Self:
+        PromptTemplate(self.system, self.user)
+        return self
+
+
+class OtherTeacher(TeacherSource):
+    model: str | None = Field(None, description="local folder or hub id, without urls")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if bool(self.model) == bool(self.urls):
+            raise ValueError("give either model (a local folder or hub id) or urls (servers; name says what they call it)")
+        return self
+
+
+class Teacher(TeacherSource):
+    others: dict[str, OtherTeacher] = Field(
+        default_factory=dict, description="further teachers by the name that a prompt's field `teacher` gives"
+    )
+
+    @property
+    def has_servers(self) -> bool:
+        return any(source.urls for source in (self, *self.others.values()))
+
+
+class Vllm(Section):
+    """vLLM for rollouts: rollout.engine = "vllm" or "server"."""
+
+    dtype: Dtype | None = Field(None, description="precision of the engine's copy of the student; empty: models.dtype")
+    max_model_len: int | None = Field(
+        None, ge=2, description="longest prompt and answer together; empty: what prompts and max_tokens can come to"
+    )
+    memory_share: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory that the engine may take (engine vllm)")
+    cache_gb: float | None = Field(
+        None, gt=0, description="key/value cache in GB; empty: what memory_share leaves (on a CPU: 1)"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of the engine (engine vllm; above 1 it was never run)")
+    eager: bool = Field(False, description="no CUDA graphs, no compilation: starts faster, runs slower")
+    sleep: bool = Field(False, description="give the GPU's memory back between rollouts (engine vllm; was never run)")
+    url: str | None = Field(None, description="server for rollouts, e.g. http://gpu1:8000 (engine server)")
+    name: str | None = Field(None, description="what the server calls the student; empty: its only model")
+    weights_folder: str | None = Field(
+        None, description="folder, for this run alone, that the server sees under the same name: new weights go through it"
+    )
+    api_key_env: str | None = Field(None, description="environment variable that holds the server's API key; empty: no key")
+    max_in_flight: int = Field(64, ge=1, description="requests under way at once (engine server)")
+    request_timeout: float = Field(1800.0, gt=0, description="seconds for one attempt at one request (engine server)")
+    patience: float = Field(120.0, gt=0, description="seconds that a server may be away before the run ends")
+    mismatch_limit: float | None = Field(
+        None, gt=0, description="mean |difference| of engine's and trainer's log-probs that ends a run; empty: by dtype"
+    )
+
+    @model_validator(mode="after")
+    def _plain_server(self) -> Self:
+        if self.url is not None and (not self.url.startswith(("http://", "https://")) or "@" in self.url):
+            raise ValueError("vllm.url looks like http://host:8000, without a password: name a variable in vllm.api_key_env")
+        if self.api_key_env is not None and not self.api_key_env.isidentifier():
+            raise ValueError("vllm.api_key_env must be the name of an environment variable, not the key itself")
+        return self
+
+
+def _server_url(url: str) -> str:
+    """Scheme, host and port (and a path if a proxy needs one), without the `/v1` that some write."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise ValueError("a server's URL looks like http://host:8000")
+    if parts.username or parts.password:
+        raise ValueError("a URL must not hold a password: put the key into an environment variable and name it: api_key_env")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -1,0 +1,136 @@
+"""Recipes and overrides: from TOML and the command line to a validated tree, and back."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from iwopd.config.section import ConfigError, Section
+from iwopd.config.tree import Config
+
+OPEN_TABLES = ("method.params", "eval.data", "teacher.others")
+"""Tables whose keys are the user's."""
+
+KEPT_QUIET = ("urls", "api_key_env")
+"""Settings whose wrong values are not repeated: somebody may have put a key there."""
+
+
+def load_config(recipe: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a TOML recipe, apply dotted overrides (`{"optim.lr": "1e-4"}`), validate."""
+    values: dict[str, Any] = {}
+    if recipe is not None:
+        try:
+            values = tomllib.loads(recipe.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"no recipe at {recipe}{_nearby(recipe)} (the recipe comes first, settings after it)") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{recipe} is not TOML: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"cannot read {recipe}: {error.strerror}") from None
+    for name, value in (overrides or {}).items():
+        _set(values, name, value)
+    return make_config(values, where=str(recipe) if recipe else "the settings")
+
+
+def make_config(values: Mapping[str, Any], where: str = "the settings") -> Config:
+    """Validate a plain dictionary; a wrong one becomes a `ConfigError` with one line a fault."""
+    _refuse_unknown(values, where)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(fault) for fault in error.errors()]
+        raise ConfigError(f"{where}: " + "; ".join(lines)) from None
+
+
+def config_toml(config: Config) -> str:
+    """The resolved tree as TOML; settings that are empty are left out, so reading it gives the same tree."""
+    tree = config.model_dump(exclude_none=True)
+    tree["method"]["params"] = {name: value for name, value in config.method.params.items() if value is not None}
+    return tomli_w.dumps(tree)
+
+
+def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
+    """Lines `name: old -> new` for every setting in which two trees differ."""
+    before, after = dict(flatten(old.model_dump(mode="json"))), dict(flatten(new.model_dump(mode="json")))
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [
+        f"{name}: {before.get(name)!r} -> {after.get(name)!r}"
+        for name in names
+        if not name.startswith(tuple(ignore) or ("\0",))
+    ]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of a nested dictionary; an open table counts as one value."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and f"{prefix}{name}" not in OPEN_TABLES:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted name and field of every setting, in order: what `--help` prints."""
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from settings(info.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info
+
+
+def parse_value(text: str) -> Any:
+    """A value from the command line: TOML where it is TOML (`1e-4`, `true`, `{gamma = 1}`), else the text itself (`drift`)."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(values: dict[str, Any], name: str, value: Any) -> None:
+    *sections, last = name.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{name}: {section} is a setting, not a section")
+    values[last] = value
+
+
+def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
+    known = [name for name, _ in settings()]
+    for name, _ in flatten(values):
+        if name not in known and not name.startswith(tuple(f"{table}." for table in OPEN_TABLES)):
+            tail = name.rpartition(".")[2]
+            siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == name.rpartition(".")[0]}
+            near = [siblings[key] for key in difflib.get_close_matches(tail, siblings, n=1, cutoff=0.8)]
+            near = near or [key for key in known if key.rpartition(".")[2] == tail]
+            near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "`iwopd train --help` lists all settings"
+            raise ConfigError(f"{where}: unknown setting {name!r}; {hint}")
+
+
+def _explain(fault: Mapping[str, Any]) -> str:
+    name = ".".join(str(part) for part in fault["loc"])
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    value = fault.get("input")
+    quiet = isinstance(value, Mapping) or value is None or any(part in KEPT_QUIET for part in fault["loc"])
+    given = "" if quiet else f" (given: {json.dumps(value, default=str)})"
+    if fault.get("type") == "extra_forbidden":  # inside a list: `_refuse_unknown` sees lists as one value
+        known = {field for section in Section.__subclasses__() for field in section.model_fields}
+        near = difflib.get_close_matches(name.rpartition(".")[2], sorted(known), n=1)
+        message = "there is no such setting" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"{name}: {message}{given}" if name else message
+
+
+def _nearby(recipe: Path) -> str:
+    folder = recipe.parent
+    names = sorted(str(path) for path in folder.glob("*.toml")) if folder.is_dir() else []
+    near = difflib.get_close_matches(str(recipe), names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,67 @@
+"""The whole tree, and what holds between its parts."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from iwopd.config.engines import RolloutSettings, Teacher, Vllm
+from iwopd.config.models import Data, Lora, Models
+from iwopd.config.section import Section
+from iwopd.config.training import CheckpointSettings, Eval, Method, Optim, Tracking
+
+
+class Config(Section):
+    """All settings of a training run."""
+
+    seed: int = Field(0, ge=0, description="of prompt order and sampling noise; equal across methods for paired runs")
+    steps: int = Field(40, ge=1, description="optimizer steps (rollout batches)")
+    threads: int | None = Field(None, ge=1, description="CPU threads; results are bitwise equal only for equal numbers")
+    precision: Literal["no", "bf16"] = Field("no", description="mixed precision of the student's forward pass (autocast)")
+    models: Models = Field(default_factory=Models.model_construct)
+    lora: Lora = Lora()
+    data: Data = Data()
+    method: Method = Method()
+    rollout: RolloutSettings = RolloutSettings()
+    vllm: Vllm = Vllm()
+    optim: Optim = Optim()
+    eval: Eval = Eval()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    teacher: Teacher = Teacher()
+    tracking: Tracking = Tracking()
+
+    @model_validator(mode="after")
+    def _prompts_exist(self) -> Self:
+        if self.models.world is None and self.data.prompts is None and not self.data.sets:
+            raise ValueError(
+                "without models.world, data.prompts must name a JSONL file of prompts, or data.sets list some sets"
+            )
+        if self.data.sets and (self.models.world is not None or self.data.prompts is not None):
+            other = "models.world brings its own prompts" if self.models.world is not None else "data.prompts is the short form"
+            raise ValueError(f"data.sets is given, but {other}: leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _servers_score_at_one(self) -> Self:
+        if self.teacher.has_servers and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature is {self.rollout.temperature}, but teacher servers score at temperature 1, and log-probs "
+                "of two temperatures make no gap: sample at 1, or use a local teacher"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_do_it(self) -> Self:
+        rollout = self.rollout
+        if rollout.engine != "local" and (rollout.top_p < 1 or rollout.top_k):
+            raise ValueError(
+                f"rollout.top_p is {rollout.top_p} and rollout.top_k {rollout.top_k}: the log-probs of rollout.engine "
+                f"{rollout.engine!r} would then be over the ids that were left; set top_p = 1 and top_k = 0, or engine 'local'"
+            )
+        if rollout.engine == "server" and not (self.vllm.url and self.vllm.weights_folder):
+            raise ValueError(
+                "rollout.engine = 'server' needs vllm.url, and for training vllm.weights_folder: a folder that this machine "
+                "and the server share, through which it gets the weights of every step (docs/vllm.md); or use engine = 'vllm'"
+            )
+        return self
