@@ -30,6 +30,4 @@ class Cluster(Section):
         None, description="folder of verl's own checkpoints, seen by all machines; empty: verl/checkpoints in the run directory"
     )
     patience: float = Field(7200.0, gt=0, description="seconds without a finished step (or the start) before the job is ended")
-    overrides: list[str] = Field(
-        [], description="further settings of verl, e.g. ['trainer.balance_batch=false']; they come last"
-    )
+    overrides: list[str] = Field([], description="further settings of verl, e.g. ['trainer.balance_batch=false']; come last")

@@ -53,7 +53,7 @@ def check_settings(config: Config) -> None:
 
 
 def check_installed() -> None:
-    """verl and Ray are there, in the version that was tested."""
+    """Whether verl and Ray are there, in the version that was tested."""
     for package in ("verl", "ray"):
         if importlib.util.find_spec(package) is None:
             raise VerlError(f"--engine verl needs {package}, which is not installed: pip install 'iwopd[verl]'")

@@ -57,11 +57,8 @@ def pools(config: Config) -> Pools:
             f"{copy} GPUs a copy (cluster.teacher_tensor_parallel) must fill it exactly: set cluster.teacher_gpus to a "
             f"multiple of {count * copy}"
         )
-    if (
-        copy > teacher.gpus_per_node
-        and copy % teacher.gpus_per_node
-        or teacher.gpus_per_node % min(copy, teacher.gpus_per_node)
-    ):
+    small, large = sorted((copy, teacher.gpus_per_node))
+    if large % small:
         raise VerlError(
             f"cluster.teacher_tensor_parallel is {copy}, and the teachers have {teacher.gpus_per_node} GPUs on each of "
             f"{teacher.nodes} machines: a copy would lie across machines; choose a divisor of {teacher.gpus_per_node}"

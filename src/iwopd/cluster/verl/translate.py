@@ -49,7 +49,7 @@ class Places:
 
     @property
     def val_file(self) -> Path:
-        """verl opens one although nothing is validated."""
+        """One row: verl opens such a file although nothing is validated."""
         return self.folder / "val.parquet"
 
 
@@ -109,7 +109,7 @@ def model_path(config: Config, name: str) -> str:
 
 
 def _everywhere(path: str) -> str:
-    """verl's processes have other working directories; a hub id stays as it is."""
+    """A path that holds in other working directories, too; a hub id stays as it is."""
     local = Path(path).expanduser()
     return str(local.absolute()) if local.exists() or path.startswith(("/", ".", "~")) else path
 
@@ -272,8 +272,5 @@ def literal(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{literal(item)}" for name, item in value.items()) + "}"
     plain = str(value)
-    return (
-        plain
-        if re.fullmatch(r"[A-Za-z_/][\w./-]*", plain) and plain not in ("null", "true", "false")
-        else json.dumps(plain, ensure_ascii=False)
-    )
+    bare = re.fullmatch(r"[A-Za-z_/][\w./-]*", plain) and plain not in ("null", "true", "false")
+    return plain if bare else json.dumps(plain, ensure_ascii=False)
