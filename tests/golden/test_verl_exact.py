@@ -6,7 +6,6 @@ hook on the whole batch, the split into micro-batches by verl's engine, `distill
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -41,14 +40,15 @@ def names(values: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("values", METHODS, ids=names)
 def test_verls_loss_is_ours(values: dict[str, Any]) -> None:
-    from verl_support import scores
+    from verl_support import loss_settings, method_config, scores
 
     method = Method.model_validate(values)
     given = scores()
+    settings = loss_settings(method_config(method))
     expected, expected_gradient, _, _ = by_algo(method, given)
     assert expected_gradient.abs().max() > 1e-2
     for tokens in (17, 1000):  # several micro-batches, and one
-        loss, gradient = by_verl(method, given, tokens)
+        loss, gradient = by_verl(method, given, tokens, settings)
         assert loss == pytest.approx(expected, abs=1e-6, rel=1e-6)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
 
@@ -132,21 +132,14 @@ def test_upstream_still_does_not_pad_the_rollout_correction() -> None:
         distillation_ppo_loss(config=actor, distillation_config=distillation, model_output=output, data=data)
 
 
-@lru_cache(maxsize=1)
-def composed(method: str) -> Any:
-    from verl_support import loss_settings, method_config
-
-    return loss_settings(method_config(Method.model_validate_json(method)))
-
-
-def by_verl(method: Method, given: dict[str, Tensor], tokens: int) -> tuple[float, Tensor]:
+def by_verl(method: Method, given: dict[str, Tensor], tokens: int, settings: Any = None) -> tuple[float, Tensor]:
     """Loss, and gradient by the current log-probs, of verl's code: the sum over micro-batches, the mean over ranks."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
-    from verl_support import micro_batches, model_output, verl_batch
+    from verl_support import loss_settings, method_config, micro_batches, model_output, verl_batch
 
     from iwopd.cluster.verl.hook import before_the_split
 
-    actor, distillation = composed(method.model_dump_json())
+    actor, distillation = settings or loss_settings(method_config(method))
     data = verl_batch(given, threshold=method.correction_threshold, reference=method.advantage == "exopd")
     columns, _ = before_the_split(data, distillation.distillation_loss.settings, PROGRESS)
     assert bool(columns) == (Settings(method).whole_batch is not None)
