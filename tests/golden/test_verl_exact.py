@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import RULES
 from torch import Tensor
 
 from iwopd import algo
 from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.cluster.verl.params import Settings
 from iwopd.config import Method
+from support import RULES
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # verl, Ray and their dependencies warn at import
 
@@ -77,9 +77,10 @@ def test_an_impossible_token_is_floored() -> None:
 
 
 def test_a_padded_batch_gives_the_same() -> None:
-    """verl's older trainer pads prompts on the left and responses on the right."""
+    """The older trainer of verl pads prompts on the left and responses on the right."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
     from verl.utils import tensordict_utils as tu
+
     from verl_support import LENGTHS, PROMPTS, loss_settings, method_config, model_output, nested, scores, verl_batch, whole
 
     method = Method(weights="cumulative-share")
@@ -121,6 +122,7 @@ def test_the_gap_is_made_of_old_logprobs_not_of_current_ones() -> None:
 def test_upstream_still_does_not_pad_the_rollout_correction() -> None:
     """With verl's own loss the ragged factors end in an error; when this test fails, `pad_rollout_weights` can go."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
+
     from verl_support import loss_settings, micro_batches, model_output, scores, verl_batch, verl_config
 
     given = scores()
@@ -135,9 +137,9 @@ def test_upstream_still_does_not_pad_the_rollout_correction() -> None:
 def by_verl(method: Method, given: dict[str, Tensor], tokens: int, settings: Any = None) -> tuple[float, Tensor]:
     """Loss, and gradient by the current log-probs, of verl's code: the sum over micro-batches, the mean over ranks."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
-    from verl_support import loss_settings, method_config, micro_batches, model_output, verl_batch
 
     from iwopd.cluster.verl.hook import before_the_split
+    from verl_support import loss_settings, method_config, micro_batches, model_output, verl_batch
 
     actor, distillation = settings or loss_settings(method_config(method))
     data = verl_batch(given, threshold=method.correction_threshold, reference=method.advantage == "exopd")
