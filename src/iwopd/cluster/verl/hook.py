@@ -23,6 +23,7 @@ from iwopd.algo.registry import WEIGHT_RULES
 from iwopd.algo.signal import TrainingSignal
 from iwopd.cluster.verl.losses import ADVANTAGES, batch_signal, settings_of
 from iwopd.cluster.verl.params import TRAINER, Settings
+from iwopd.cluster.verl.watch import Watch, rollout_actors
 from iwopd.train.metrics import signal_metrics, training_progress
 
 COLUMNS = ("prompts", "responses", "response_mask", "old_log_probs", "teacher_logprobs", "ref_log_prob")
@@ -36,6 +37,7 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"  # the mode that this is in all else; verl compares names
         super().__init__(config)
+        Watch(self.replay_buffer, lambda: rollout_actors(self), config.actor_rollout_ref.rollout.n)
         self.iwopd_settings = settings_of(omega_conf_to_dataclass(config.distillation.distillation_loss))
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
