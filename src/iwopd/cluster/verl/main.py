@@ -1,7 +1,7 @@
 """The program that trains on verl: `python -m iwopd.cluster.verl.main [Hydra overrides]`.
 
 verl's own `verl.trainer.main_ppo` with three additions: settings under which the method would be another one are refused before
-Ray starts, the registration is verified, and the trainer is ours (`hook.py`). `iwopd train --engine verl` writes the overrides.
+Ray starts, the registration is verified, and the trainer is ours (`trainer.py`). `iwopd train --engine verl` writes the overrides.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def train(config: DictConfig) -> None:
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    from iwopd.cluster.verl.hook import task_runner
+    from iwopd.cluster.verl.trainer import task_runner
 
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))

@@ -24,7 +24,7 @@ from iwopd.methods import METHODS
 LOSS = "distillation.distillation_loss"
 LOSS_CONFIG = "iwopd.cluster.verl.lossconfig.LossConfig"
 TRAINER = "iwopd_sync"
-"""verl's synchronous trainer with our hook (`hook.py`), as a value of `trainer.v1.trainer_mode`."""
+"""verl's synchronous trainer with our hook (`trainer.py`), as a value of `trainer.v1.trainer_mode`."""
 NO_DUAL_CLIP = 1e9
 """verl's dual clip cannot be switched off. No ratio reaches this: both sides cut log-ratios at 20, and e^20 is half of it."""
 

@@ -55,7 +55,8 @@ class Watch:
         dead = self.dead()
         cause = f"{_named(dead)} died" if dead else "their errors stand above or in Ray's logs"
         raise VerlError(
-            f"step {global_steps}: {wanted - found} of {wanted} rollouts failed while they were written or scored: {cause}. {AGAIN}"
+            f"step {global_steps}: {wanted - found} of {wanted} rollouts failed while they were written or scored: {cause}. "
+            f"{AGAIN}"
         )
 
     def dead(self) -> list[str]:
