@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
-from support import length_mask
 from tensordict import TensorDict
 from torch import Tensor
 from verl.protocol import DataProto
@@ -17,6 +16,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from iwopd.cluster.verl import params
 from iwopd.config import Method
+from support import length_mask
 
 PROMPTS = (3, 1, 4, 2, 2, 5)
 LENGTHS = (1, 2, 7, 5, 12, 3)
@@ -25,7 +25,7 @@ FILLER = 9.0
 
 
 def verl_config(*overrides: str) -> Any:
-    """verl's tree of settings."""
+    """The tree of verl's settings."""
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=["distillation.enabled=true", *overrides])
 
@@ -38,7 +38,7 @@ def loss_settings(config: Any) -> tuple[Any, Any]:
 
 
 def method_config(method: Method, steps: int = 5) -> Any:
-    """verl's tree of settings for a method."""
+    """The tree of verl's settings for a method."""
     return verl_config(*params.overrides(method, steps))
 
 

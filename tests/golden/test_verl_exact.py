@@ -6,18 +6,17 @@ hook on the whole batch, the split into micro-batches by verl's engine, `distill
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-from support import RULES
 from torch import Tensor
 
 from iwopd import algo
 from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.cluster.verl.params import Settings
 from iwopd.config import Method
+from support import RULES
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # verl, Ray and their dependencies warn at import
 
@@ -41,14 +40,15 @@ def names(values: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("values", METHODS, ids=names)
 def test_verls_loss_is_ours(values: dict[str, Any]) -> None:
-    from verl_support import scores
+    from verl_support import loss_settings, method_config, scores
 
     method = Method.model_validate(values)
     given = scores()
+    settings = loss_settings(method_config(method))
     expected, expected_gradient, _, _ = by_algo(method, given)
     assert expected_gradient.abs().max() > 1e-2
     for tokens in (17, 1000):  # several micro-batches, and one
-        loss, gradient = by_verl(method, given, tokens)
+        loss, gradient = by_verl(method, given, tokens, settings)
         assert loss == pytest.approx(expected, abs=1e-6, rel=1e-6)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
 
@@ -77,9 +77,10 @@ def test_an_impossible_token_is_floored() -> None:
 
 
 def test_a_padded_batch_gives_the_same() -> None:
-    """verl's older trainer pads prompts on the left and responses on the right."""
+    """The older trainer of verl pads prompts on the left and responses on the right."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
     from verl.utils import tensordict_utils as tu
+
     from verl_support import LENGTHS, PROMPTS, loss_settings, method_config, model_output, nested, scores, verl_batch, whole
 
     method = Method(weights="cumulative-share")
@@ -121,6 +122,7 @@ def test_the_gap_is_made_of_old_logprobs_not_of_current_ones() -> None:
 def test_upstream_still_does_not_pad_the_rollout_correction() -> None:
     """With verl's own loss the ragged factors end in an error; when this test fails, `pad_rollout_weights` can go."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
+
     from verl_support import loss_settings, micro_batches, model_output, scores, verl_batch, verl_config
 
     given = scores()
@@ -132,21 +134,14 @@ def test_upstream_still_does_not_pad_the_rollout_correction() -> None:
         distillation_ppo_loss(config=actor, distillation_config=distillation, model_output=output, data=data)
 
 
-@lru_cache(maxsize=1)
-def composed(method: str) -> Any:
-    from verl_support import loss_settings, method_config
-
-    return loss_settings(method_config(Method.model_validate_json(method)))
-
-
-def by_verl(method: Method, given: dict[str, Tensor], tokens: int) -> tuple[float, Tensor]:
+def by_verl(method: Method, given: dict[str, Tensor], tokens: int, settings: Any = None) -> tuple[float, Tensor]:
     """Loss, and gradient by the current log-probs, of verl's code: the sum over micro-batches, the mean over ranks."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
-    from verl_support import micro_batches, model_output, verl_batch
 
     from iwopd.cluster.verl.hook import before_the_split
+    from verl_support import loss_settings, method_config, micro_batches, model_output, verl_batch
 
-    actor, distillation = composed(method.model_dump_json())
+    actor, distillation = settings or loss_settings(method_config(method))
     data = verl_batch(given, threshold=method.correction_threshold, reference=method.advantage == "exopd")
     columns, _ = before_the_split(data, distillation.distillation_loss.settings, PROGRESS)
     assert bool(columns) == (Settings(method).whole_batch is not None)

@@ -1,7 +1,8 @@
 """The program that trains on verl: `python -m iwopd.cluster.verl.main [Hydra overrides]`.
 
-verl's own `verl.trainer.main_ppo` with three additions: settings under which the method would be another one are refused before
-Ray starts, the registration is verified, and the trainer is ours (`trainer.py`). `iwopd train --engine verl` writes the overrides.
+verl's own `verl.trainer.main_ppo` with three additions: settings under which the method would be another one are refused
+before Ray starts, the registration is verified, and the trainer is ours (`trainer.py`). `iwopd train --engine verl` writes the
+overrides.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from iwopd.cluster.verl.hook import before_the_split
 from iwopd.cluster.verl.losses import settings_of
 from iwopd.cluster.verl.params import TRAINER
+from iwopd.cluster.verl.watch import Watch, rollout_actors
 from iwopd.train.metrics import training_progress
 
 COLUMNS = ("prompts", "responses", "response_mask", "old_log_probs", "teacher_logprobs", "ref_log_prob")
@@ -32,6 +33,7 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"  # the mode that this is in all else; verl compares names
         super().__init__(config)
+        Watch(self.replay_buffer, lambda: rollout_actors(self), config.actor_rollout_ref.rollout.n)
         self.iwopd_settings = settings_of(omega_conf_to_dataclass(config.distillation.distillation_loss))
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from iwopd.cluster.verl.testing.server import Server
+from iwopd.cluster.verl.testing.server import StudentServer, TeacherServer
 
 NAME = "hf"
 
@@ -33,7 +33,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
         node = await self.workers[0].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
         role = "teacher_" if self.is_teacher_model else ""
         server = (
-            ray.remote(Server)
+            ray.remote(TeacherServer if self.is_teacher_model else StudentServer)
             .options(
                 name=f"{NAME}_server_{role}{self.replica_rank}{self.name_suffix}",
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),

@@ -167,6 +167,14 @@ class Server:
         ]
 
 
+class StudentServer(Server):
+    """By this name in the list of processes."""
+
+
+class TeacherServer(Server):
+    """By this name in the list of processes."""
+
+
 def _stop_ids(model: Any, tokenizer: Any) -> set[int]:
     """End-of-sequence ids of generation settings and tokenizer."""
     configured = model.generation_config.eos_token_id
