@@ -46,7 +46,7 @@ ENGINES_PLACE = tuple(
     )
 )
 """Where an engine is and how it is run: a server may come back elsewhere."""
-FREE_TO_CHANGE = ("tracking", "steps", "checkpoint", "eval.kept_rollouts", "rollout.chunks", *TEACHERS_PLACE, *ENGINES_PLACE)
+FREE_TO_CHANGE = ("tracking", "steps", "checkpoint", "eval.kept_rollouts", "rollout.overlap", *TEACHERS_PLACE, *ENGINES_PLACE)
 """Settings that a resumed run may change without becoming another run."""
 
 
