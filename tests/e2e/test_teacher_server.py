@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from iwopd.cli import main
 from iwopd.config import make_config
+from iwopd.errors import UserError
 from iwopd.models import load_model
 from iwopd.teacher.checks import check_server
 from iwopd.teacher.errors import TeacherError
@@ -220,6 +221,16 @@ def test_training_with_a_server_is_training_with_a_local_teacher(
 ) -> None:
     remote = trained(pair, tmp_path / "run", teacher={"urls": [server], "tokens_per_request": 100})
     assert_same_training(remote, local, start=Path(pair["models"]["student"]))
+
+
+def test_the_doctor_tries_every_replica(pair: dict[str, Any], server: str, processes: Processes, tmp_path: Path) -> None:
+    """One of two replicas serves another model: half of the scores would be wrong."""
+    folder = Path(pair["models"]["teacher"]).parent
+    _, wrong = processes.serve(folder / "other", "--name", pair["models"]["teacher"])
+    _, right = processes.serve(pair["models"]["teacher"])
+    with pytest.raises(UserError, match=rf"teacher \({wrong}\) differs from teacher \({server}\)"):
+        trained(pair, tmp_path / "wrong", teacher={"urls": [server, wrong]})
+    trained(pair, tmp_path / "right", teacher={"urls": [server, right]})
 
 
 def test_overlap_changes_nothing(pair: dict[str, Any], local: Path, tmp_path: Path) -> None:
