@@ -3,6 +3,7 @@
 Unknown keys are refused with the nearest right one. The resolved tree is saved in the run directory.
 """
 
+from iwopd.config.cluster import Cluster
 from iwopd.config.engines import TeacherSource
 from iwopd.config.models import Lora
 from iwopd.config.reading import config_toml, differences, flatten, load_config, make_config, parse_value, settings
@@ -11,6 +12,7 @@ from iwopd.config.training import Method, Optim
 from iwopd.config.tree import Config
 
 __all__ = [
+    "Cluster",
     "Config",
     "ConfigError",
     "Lora",

@@ -13,6 +13,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from iwopd.config.cluster import Cluster
 from iwopd.config.section import ConfigError, Section
 from iwopd.config.tree import Config
 
@@ -53,6 +54,8 @@ def make_config(values: Mapping[str, Any], where: str = "the settings") -> Confi
 def config_toml(config: Config) -> str:
     """The resolved tree as TOML; settings that are empty are left out, so reading it gives the same tree."""
     tree = config.model_dump(exclude_none=True)
+    if config.cluster == Cluster():  # most runs never see a cluster
+        del tree["cluster"]
     tree["method"]["params"] = {name: value for name, value in config.method.params.items() if value is not None}
     return tomli_w.dumps(tree)
 

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from iwopd.config.cluster import Cluster
 from iwopd.config.engines import RolloutSettings, Teacher, Vllm
 from iwopd.config.models import Data, Lora, Models
 from iwopd.config.section import Section
@@ -30,6 +31,7 @@ class Config(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     teacher: Teacher = Teacher()
     tracking: Tracking = Tracking()
+    cluster: Cluster = Cluster()
 
     @model_validator(mode="after")
     def _prompts_exist(self) -> Self:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.optim import Optimizer
 
 from iwopd.filesystem import alive, first_free, locked, make_directory, read_json, remove, sync, write_atomic
-from iwopd.train.checkpoint_files import Checkpoint, damage, read_checkpoint, write_checkpoint
+from iwopd.train.checkpoint_files import Checkpoint, damage, read_checkpoint, write_checkpoint, write_weights
 from iwopd.train.checkpoint_state import CheckpointError, tensor_bytes
 
 if TYPE_CHECKING:
@@ -82,11 +82,24 @@ class CheckpointStore:
         A valid checkpoint of the same step is replaced. Older ones beyond `keep` are deleted once the new one stands;
         those of later steps are left alone. On any error the checkpoints that were there stay as they were.
         """
-        name = _name(step)
+        _name(step)  # before anything else is done
         plain_state = _plain("state", state)
         if not hasattr(model, "save_pretrained"):
             raise TypeError(f"the model is a {type(model).__name__} without save_pretrained: unwrap it before saving")
-        needed = tensor_bytes(model, optimizer)
+
+        def write(draft: Path) -> None:
+            write_checkpoint(draft, step, model=model, tokenizer=tokenizer, optimizer=optimizer, state=plain_state, card=card)
+
+        return self._write(step, write, needed=tensor_bytes(model, optimizer))
+
+    def adopt(self, step: int, model: Path, state: Mapping[str, JSON]) -> Path:
+        """Take a `from_pretrained` folder of another engine as the checkpoint of `step`, as safely as `save` writes one."""
+        plain_state = _plain("state", state)
+        needed = sum(path.stat().st_size for path in model.rglob("*") if path.is_file())
+        return self._write(step, lambda draft: write_weights(draft, step, model, plain_state), needed=needed)
+
+    def _write(self, step: int, write: Callable[[Path], None], *, needed: int) -> Path:
+        name = _name(step)
         with ExitStack() as stack:
             draft: Path | None = None
             try:
@@ -96,9 +109,7 @@ class CheckpointStore:
                     draft = self._temporary("", name)
                     draft.mkdir()
                     stack.enter_context(locked(draft))  # held until the end: says "alive" where a process id cannot
-                write_checkpoint(
-                    draft, step, model=model, tokenizer=tokenizer, optimizer=optimizer, state=plain_state, card=card
-                )
+                write(draft)
                 with locked(self.directory):
                     self._put_in_place(draft, name)
                     self._retain(step)

@@ -5,12 +5,16 @@
     rng.safetensors           rng.json   state.json
     manifest.json             size and SHA-256 of every file above
 
+What another engine saved (`cluster/verl`) is adopted as weights alone: `model/`, state.json and a manifest that says so.
+
 safetensors loads a flipped bit without a word, so a checkpoint is used only if every file is as the manifest says.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -82,12 +86,29 @@ def write_checkpoint(
     write_rng(folder)  # first: nothing after it may draw a random number that the resumed run would not
     write_model(folder / "model", model, tokenizer, card)
     write_optimizer(folder, optimizer)
+    _seal(folder, step, state)
+
+
+def write_weights(folder: Path, step: int, model: Path, state: Mapping[str, Any]) -> None:
+    """A checkpoint of weights alone: the files of a `from_pretrained` folder, linked where the file system can."""
+    for path in sorted(path for path in model.rglob("*") if path.is_file()):
+        target = folder / "model" / path.relative_to(model)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path, target)
+        except OSError:  # another file system
+            shutil.copyfile(path, target)
+    _seal(folder, step, state, {"weights_only": True})
+
+
+def _seal(folder: Path, step: int, state: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
+    """The state and the manifest, everything forced to the disk."""
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": sha256(path)}
-    manifest = {"format": "iwopd checkpoint", "version": FORMAT_VERSION, "step": step, "files": files}
+    manifest = {"format": "iwopd checkpoint", "version": FORMAT_VERSION, "step": step, **(about or {}), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     sync(folder / MANIFEST)
     for path in folder.rglob("*"):
@@ -124,7 +145,8 @@ def damage(folder: Path, step: int) -> str | None:
         )
     if version != FORMAT_VERSION or written_step != step:
         return f"{MANIFEST} is of format {version!r} and step {written_step!r}, not of format {FORMAT_VERSION} and step {step}"
-    for name in (*([] if sizes.keys() & set(CONFIGS) else CONFIGS[:1]), *REQUIRED):
+    required = ("state.json",) if manifest.get("weights_only") else REQUIRED
+    for name in (*([] if sizes.keys() & set(CONFIGS) else CONFIGS[:1]), *required):
         if name not in sizes:
             return f"{MANIFEST} does not list {name}"
     try:

@@ -32,9 +32,25 @@ def step_metrics(
     batch: TokenBatch, signal: TrainingSignal, rollouts: Sequence[Rollout], update: Update, floored: int
 ) -> dict[str, Any]:
     """What happened in a step, by name."""
+    lengths = [len(rollout) for rollout in rollouts]
+    return {
+        "rollout/length_mean": sum(lengths) / len(lengths),
+        "rollout/length_max": max(lengths),
+        "rollout/truncated": sum(rollout.stop_reason == "length" for rollout in rollouts) / len(rollouts),
+        "rollout/entropy_sampled": -_mean(batch.old_logprobs[signal.mask]),
+        "teacher/floored": floored,
+        "update/padding_waste": update.padding_waste,
+        "update/count": update.updates,
+        "update/skipped": update.skipped,
+        **{f"policy/{name}": value for name, value in update.stats.as_dict().items()},
+        **signal_metrics(signal),
+    }
+
+
+def signal_metrics(signal: TrainingSignal) -> dict[str, Any]:
+    """Gap and weights of a batch: means and extremes, and how they go along the response."""
     mask = signal.mask
     gap, weights = signal.gap[mask], signal.weights[mask]
-    lengths = [len(rollout) for rollout in rollouts]
     profile = algo.position.position_profile(signal.gap, mask, bins=POSITION_BINS, kl=-signal.gap, weights=signal.weights)
     metrics: dict[str, Any] = {
         "kl/sampled": -_mean(gap),
@@ -42,15 +58,6 @@ def step_metrics(
         "weights/mean": _mean(weights),
         "weights/min": float(weights.min()) if len(weights) else 0.0,
         "weights/max": float(weights.max()) if len(weights) else 0.0,
-        "rollout/length_mean": sum(lengths) / len(lengths),
-        "rollout/length_max": max(lengths),
-        "rollout/truncated": sum(rollout.stop_reason == "length" for rollout in rollouts) / len(rollouts),
-        "rollout/entropy_sampled": -_mean(batch.old_logprobs[mask]),
-        "teacher/floored": floored,
-        "update/padding_waste": update.padding_waste,
-        "update/count": update.updates,
-        "update/skipped": update.skipped,
-        **{f"policy/{name}": value for name, value in update.stats.as_dict().items()},
         "position/abs_gap": profile.abs_gap.mean.tolist(),
     }
     if profile.kl is not None:

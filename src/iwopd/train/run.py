@@ -15,7 +15,7 @@ from iwopd.train.checkpoint import Checkpoint, CheckpointStore
 from iwopd.train.doctor import Finding, examine_models, examine_recipe, refuse
 from iwopd.train.evaluation import keep_best
 from iwopd.train.loop import Progress, TrainingStoppedError, save, train
-from iwopd.train.rundir import RunDirectory
+from iwopd.train.rundir import RunDirectory, RunError
 from iwopd.train.tracking import Tracker
 
 
@@ -35,7 +35,8 @@ def run_training(
     run = RunDirectory(folder)
     messages: list[str] = []
     if resume:
-        run.about()  # fail before any model is loaded
+        if run.engine != "local":  # fail before any model is loaded
+            raise RunError(f"{folder} is trained by {run.engine}: continue it with --engine {run.engine} --resume")
     else:
         run.check_free()
     if doctor:

@@ -46,7 +46,16 @@ ENGINES_PLACE = tuple(
     )
 )
 """Where an engine is and how it is run: a server may come back elsewhere."""
-FREE_TO_CHANGE = ("tracking", "steps", "checkpoint", "eval.kept_rollouts", "rollout.overlap", *TEACHERS_PLACE, *ENGINES_PLACE)
+FREE_TO_CHANGE = (
+    "tracking",
+    "steps",
+    "checkpoint",
+    "cluster",  # the launcher refuses what its checkpoints cannot follow
+    "eval.kept_rollouts",
+    "rollout.overlap",
+    *TEACHERS_PLACE,
+    *ENGINES_PLACE,
+)
 """Settings that a resumed run may change without becoming another run."""
 
 
@@ -72,7 +81,7 @@ class RunDirectory:
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
             raise RunError(f"cannot make the run directory {self.path}: {nearest} is not a folder that you can write to")
 
-    def create(self, config: Config, data: str) -> None:
+    def create(self, config: Config, data: str, engine: str = "local") -> None:
         """Start a new run; refuses a directory that holds one."""
         self.check_free()
         try:
@@ -81,6 +90,8 @@ class RunDirectory:
             raise RunError(f"cannot make the run directory {self.path}: {error.strerror}; choose another with --out") from None
         write_atomic(self.path / "config.toml", config_toml(config))
         about = {"format": FORMAT, "iwopd": iwopd.__version__, "data": data}
+        if engine != "local":
+            about["engine"] = engine
         write_atomic(self.path / "run.json", json.dumps(about, indent=2) + "\n")
 
     def check_resume(self, config: Config, data: str, *, allow_changes: bool) -> None:
@@ -111,6 +122,11 @@ class RunDirectory:
         if about.get("format") != FORMAT:
             raise RunError(f"{self.path} has format {about.get('format')}, this version of iwopd reads format {FORMAT}")
         return about
+
+    @property
+    def engine(self) -> str:
+        """Who trains it: `local`, or `verl`."""
+        return str(self.about().get("engine", "local"))
 
     def config(self) -> Config:
         return load_config(self.path / "config.toml")

@@ -1,0 +1,162 @@
+"""What is looked at before Ray starts, because verl says it late, in other words, or not at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from iwopd.cluster.verl import params
+from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.fields import FIELDS
+from iwopd.cluster.verl.pools import Pools, pools
+from iwopd.cluster.verl.translate import DEFAULT_TEACHER, places, prompt_tokens, response_tokens, translate
+from iwopd.config import Config
+from iwopd.train.doctor import Finding
+from iwopd.train.doctor.case import open_case
+from iwopd.train.doctor.chat import check_template
+from iwopd.train.doctor.data import check_data
+from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
+from iwopd.train.doctor.lengths import check_context
+
+VERL = "0.9.1"
+"""The one version that this was tested with; `driver.py` insists on it, too."""
+TUNABLE = (
+    "actor_rollout_ref.actor.entropy_from_logits_with_chunking",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.model.use_remove_padding",
+    "actor_rollout_ref.rollout.free_cache_engine",
+    "data.dataloader_num_workers",
+    "data.filter_overlong_prompts_workers",
+    "trainer.logger",
+)
+"""Settings of verl that the launcher sets but that a user's own `cluster.overrides` may set otherwise."""
+
+
+def check_settings(config: Config) -> None:
+    """Everything that the settings alone tell; one line a fault."""
+    faults = [*_refused(config), *_teachers(config)]
+    try:
+        faults += _sizes(config, pools(config))
+    except VerlError as error:
+        faults.append(str(error))
+    if not faults:
+        try:
+            params.check_method(config.method)
+            faults += _own_overrides(config)
+        except VerlError as error:
+            faults.append(str(error))
+    if faults:
+        raise VerlError("this recipe cannot run on verl as it is:\n  " + "\n  ".join(faults))
+
+
+def check_installed() -> None:
+    """Whether verl and Ray are there, in the version that was tested."""
+    for package in ("verl", "ray", "transfer_queue"):
+        if importlib.util.find_spec(package) is None:
+            raise VerlError(f"--engine verl needs {package}, which is not installed: pip install 'iwopd[verl]'")
+    if (found := version("verl")) != VERL:
+        raise VerlError(f"verl {found} is installed, but iwopd was tested with {VERL} alone: pip install verl=={VERL}")
+
+
+def examine(config: Config, folder: Path) -> Iterator[Finding]:
+    """What the doctor says without weights, but for the memory of this machine: tokenizers, templates, data, contexts."""
+    case = open_case(config, folder)
+    for check in (check_files, check_vocabularies, check_special_tokens, check_rows, check_template, check_data):
+        yield from check(case)
+    configs = {member.name: member.config for member in case.members.values() if member.config is not None}
+    if configs and not case.data_problem:
+        yield from check_context(case, configs)
+
+
+def _refused(config: Config) -> Iterator[str]:
+    for name, treatment in FIELDS.items():
+        value = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if treatment.allowed is not None and not treatment.allowed(value, config):
+            yield f"{name} is {value!r}: {treatment.text}"
+    for name in ("student", "teacher"):
+        path = getattr(config.models, name)
+        if path is not None and path.endswith(".gguf"):
+            yield f"models.{name} is {path!r}: {FIELDS[f'models.{name}_gguf_file'].text}"
+
+
+def _teachers(config: Config) -> Iterator[str]:
+    for name, other in config.teacher.others.items():
+        place = f"teacher.others.{name}"
+        if name == DEFAULT_TEACHER:
+            yield f"{place}: the name {name!r} is the first teacher's (models.teacher): choose another"
+        if other.urls:
+            yield f"{place}.urls is {other.urls!r}: {FIELDS['teacher.urls'].text}, and set {place}.model"
+        elif other.model is not None and other.model.endswith(".gguf"):
+            yield f"{place}.model is {other.model!r}: {FIELDS['models.teacher_gguf_file'].text}"
+        for field in ("system", "user"):
+            if (value := getattr(other, field)) is not None:
+                yield f"{place}.{field} is {value!r}: {FIELDS[f'teacher.{field}'].text}"
+
+
+def _sizes(config: Config, shared: Pools) -> Iterator[str]:
+    """Batches, ranks and lengths fit one another."""
+    rollout, optim, cluster, student = config.rollout, config.optim, config.cluster, shared.student
+    if student.gpus_per_node % cluster.sequence_parallel:
+        yield (
+            f"cluster.sequence_parallel is {cluster.sequence_parallel}, but the student has {student.gpus_per_node} GPUs a "
+            "machine: choose a divisor"
+        )
+        return
+    if cluster.sequence_parallel > 1 and config.models.attention in ("eager", "sdpa"):
+        yield (
+            f"cluster.sequence_parallel is {cluster.sequence_parallel}, which needs flash attention, but models.attention is "
+            f"{config.models.attention!r}: leave one of them out"
+        )
+    if student.gpus % config.vllm.tensor_parallel:
+        yield (
+            f"vllm.tensor_parallel is {config.vllm.tensor_parallel}, but the student has {student.gpus} GPUs: choose a divisor"
+        )
+    if rollout.prompts_per_step % optim.mini_batches:
+        yield (
+            f"rollout.prompts_per_step is {rollout.prompts_per_step}, which optim.mini_batches = {optim.mini_batches} does not "
+            "divide: choose a divisor"
+        )
+        return
+    ranks, rows = student.gpus // cluster.sequence_parallel, rollout.prompts_per_step * rollout.samples // optim.mini_batches
+    if rows % ranks:
+        yield (
+            f"an update has {rows} rollouts (rollout.prompts_per_step x samples / optim.mini_batches), which {ranks} ranks "
+            f"(the student's {student}, by cluster.sequence_parallel) do not divide, and verl would fill up with empty ones: "
+            "change cluster.teacher_gpus or rollout.prompts_per_step"
+        )
+    try:
+        longest = prompt_tokens(config) + response_tokens(config)
+    except VerlError as error:
+        yield str(error)
+        return
+    if config.vllm.max_model_len is not None and config.vllm.max_model_len < longest:
+        yield (
+            f"vllm.max_model_len is {config.vllm.max_model_len}, but data.max_prompt_tokens + rollout.max_tokens is {longest}: "
+            "answers would be cut off early; leave it out"
+        )
+
+
+def _own_overrides(config: Config) -> Iterator[str]:
+    """A user's own overrides must not undo what the recipe says."""
+    plain = config.model_copy(update={"cluster": config.cluster.model_copy(update={"overrides": []})})
+    ours = {_key(item) for item in translate(plain, places(plain, Path("run")))}
+    for item in config.cluster.overrides:
+        if "=" not in item and not item.startswith("~"):
+            yield f"cluster.overrides has {item!r}: it looks like trainer.balance_batch=false"
+            continue
+        key = _key(item)
+        if key in TUNABLE:
+            continue
+        if key in ours or any(known.startswith(f"{key}.") for known in ours):
+            yield f"cluster.overrides sets {key}, which the recipe decides: set it there (docs/cluster.md has the table)"
+        elif key.startswith(("distillation.distillation_loss", "distillation.teacher_models")):
+            yield f"cluster.overrides sets {key}, which would make it another method or teacher: use [method] and [teacher]"
+
+
+def _key(override: str) -> str:
+    return re.sub(r"^[+~]+", "", override).partition("=")[0]

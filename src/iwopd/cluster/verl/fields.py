@@ -1,0 +1,184 @@
+"""What becomes of every setting on verl. Nothing is dropped in silence: a setting that is missing here fails a test.
+
+`mapped`    it becomes a setting of verl, named here
+`data`      it decides which prompts are written into the files that verl reads
+`launcher`  our own launcher follows it
+`unused`    it means nothing there, for the reason given; a value other than the default changes nothing
+`only`      verl can do some values and no others: those are refused, with the reason and the way out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from iwopd.config import Config
+
+Kind = Literal["mapped", "data", "launcher", "unused", "only"]
+
+
+@dataclass(frozen=True)
+class Treatment:
+    kind: Kind
+    text: str
+    """The verl setting, the reason, or (for `only`) why other values are refused and the way out."""
+    allowed: Callable[[Any, Config], bool] | None = None
+    """For `only`: whether verl can do a value, beside the other settings."""
+
+
+def _mapped(text: str) -> Treatment:
+    return Treatment("mapped", text)
+
+
+def _unused(text: str) -> Treatment:
+    return Treatment("unused", text)
+
+
+def _only(allowed: Any, text: str) -> Treatment:
+    return Treatment("only", text, allowed if callable(allowed) else lambda value, config: value == allowed)
+
+
+_LOSS = "distillation.distillation_loss"
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_TEACHER = "distillation.teacher_models.*"
+_FILTERED = "log-probs of student and teacher are over the whole vocabulary"
+_GGUF = "verl reads safetensors only: convert the model to a Hugging Face folder and name that"
+_REVISION = "verl loads no revisions: download it (hf download ID --revision REV --local-dir DIR) and name the folder"
+_SERVER = "verl starts the teacher's servers itself, on cluster.teacher_gpus: leave it out"
+_SERVER_SETTING = "of teacher servers elsewhere; verl starts its own"
+_ENGINE_SERVER = "verl starts the rollout servers itself: leave it out"
+_LORA = "of an adapter, and lora.rank must be 0"
+
+FIELDS: dict[str, Treatment] = {
+    "seed": _mapped(f"data.seed, {_ROLLOUT}.seed, {_ACTOR}.data_loader_seed, fsdp_config.seed; the order of the prompts"),
+    "steps": _mapped("trainer.total_training_steps"),
+    "threads": _unused("of one process on this machine; verl's workers choose their own"),
+    "precision": _mapped(f"{_ACTOR}.fsdp_config.mixed_precision, {_ROLLOUT}.dtype"),
+    # --- models -----------------------------------------------------------------------------------------------------
+    "models.world": _mapped(f"actor_rollout_ref.model.path, {_TEACHER}.model_path: the embedded world's folders"),
+    "models.student_size": _mapped("actor_rollout_ref.model.path"),
+    "models.teacher_size": _mapped(f"{_TEACHER}.model_path"),
+    "models.lineage": _mapped(f"actor_rollout_ref.model.path, {_TEACHER}.model_path"),
+    "models.student": _mapped("actor_rollout_ref.model.path"),
+    "models.teacher": _mapped(f"{_TEACHER}.model_path"),
+    "models.reference": _only(None, "verl's reference is the student before training: leave it out"),
+    "models.student_gguf_file": _only(None, _GGUF),
+    "models.teacher_gguf_file": _only(None, _GGUF),
+    "models.reference_gguf_file": _only(None, _GGUF),
+    "models.student_revision": _only(None, _REVISION),
+    "models.teacher_revision": _only(None, _REVISION),
+    "models.reference_revision": _only(None, _REVISION),
+    "models.dtype": _mapped(f"{_ACTOR}.fsdp_config.model_dtype, {_ROLLOUT}.dtype"),
+    "models.teacher_dtype": _mapped(f"{_TEACHER}.inference.dtype"),
+    "models.attention": _mapped("actor_rollout_ref.model.override_config.attn_implementation, use_remove_padding"),
+    "models.teacher_device": _only(None, "the teacher has GPUs of its own on verl: set cluster.teacher_gpus instead"),
+    "models.trust_remote_code": _mapped("actor_rollout_ref.model.trust_remote_code, data.trust_remote_code"),
+    "lora.rank": _only(0, "the launcher trains all weights: set it to 0, or train the adapter with the local engine"),
+    "lora.alpha": _unused(_LORA),
+    "lora.targets": _unused(_LORA),
+    "lora.quantize": _only("none", "the launcher trains all weights: set it to 'none', or use the local engine"),
+    # --- data -------------------------------------------------------------------------------------------------------
+    "data.prompts": Treatment("data", "verl/train.parquet in the run directory"),
+    "data.sets": Treatment("data", "verl/train.parquet in the run directory"),
+    "data.train_size": Treatment("data", "verl/train.parquet in the run directory"),
+    "data.max_prompt_tokens": _mapped("data.max_prompt_length"),
+    # --- method: see params.py ----------------------------------------------------------------------------------------
+    "method.advantage": _mapped(f"{_LOSS}.loss_mode, {_LOSS}.iwopd.advantage, {_ACTOR}.use_kl_loss"),
+    "method.weights": _mapped(f"{_LOSS}.loss_mode, {_LOSS}.iwopd.weights"),
+    "method.params": _mapped(f"{_LOSS}.iwopd.params"),
+    "method.scale": _mapped(f"{_LOSS}.iwopd.scale"),
+    "method.weighting": _mapped(f"{_LOSS}.iwopd.weighting"),
+    "method.clip": _mapped(f"{_LOSS}.clip_ratio, clip_ratio_low, clip_ratio_high"),
+    "method.dual_clip": _mapped(f"{_LOSS}.clip_ratio_c"),
+    "method.correction_threshold": _mapped("algorithm.rollout_correction.rollout_is_threshold"),
+    "method.entropy_coef": _only(
+        0, "verl drops entropy when it trains on the teacher alone: set it to 0, or use the local engine"
+    ),
+    "method.kl_coef": _only(0, "verl drops the KL when it trains on the teacher alone: set it to 0, or use the local engine"),
+    # --- rollouts ---------------------------------------------------------------------------------------------------
+    "rollout.engine": _only(
+        lambda engine, config: engine != "server",
+        "verl's own servers write (cluster.backend): set it to 'vllm', or leave it out",
+    ),
+    "rollout.prompts_per_step": _mapped("data.train_batch_size"),
+    "rollout.samples": _mapped(f"{_ROLLOUT}.n"),
+    "rollout.max_tokens": _mapped("data.max_response_length"),
+    "rollout.temperature": _only(1, "verl's teacher scores at temperature 1, and log-probs of two temperatures make no gap"),
+    "rollout.top_p": _only(1, f"{_FILTERED}: sample from all of it with 1"),
+    "rollout.top_k": _only(0, f"{_FILTERED}: sample from all of it with 0"),
+    "rollout.stop_tokens": _only([], "verl stops where generation_config.json says: add the ids to its eos_token_id"),
+    "rollout.truncated": _only("keep", "verl trains on answers that were cut off: set it to 'keep', or use the local engine"),
+    "rollout.overlap": _unused("verl's teacher scores every answer as soon as it is written"),
+    "vllm.dtype": _mapped(f"{_ROLLOUT}.dtype"),
+    "vllm.max_model_len": _mapped(f"{_ROLLOUT}.max_model_len"),
+    "vllm.memory_share": _mapped(f"{_ROLLOUT}.gpu_memory_utilization"),
+    "vllm.cache_gb": _only(None, "verl has no such setting: leave it out and set vllm.memory_share"),
+    "vllm.tensor_parallel": _mapped(f"{_ROLLOUT}.tensor_model_parallel_size"),
+    "vllm.eager": _mapped(f"{_ROLLOUT}.enforce_eager"),
+    "vllm.sleep": _unused("the student's engine always gives its memory back for the update (free_cache_engine)"),
+    "vllm.url": _only(None, _ENGINE_SERVER),
+    "vllm.name": _only(None, _ENGINE_SERVER),
+    "vllm.weights_folder": _only(None, _ENGINE_SERVER),
+    "vllm.api_key_env": _only(None, _ENGINE_SERVER),
+    "vllm.max_in_flight": _unused("of a rollout server elsewhere; verl starts its own"),
+    "vllm.request_timeout": _unused("of a rollout server elsewhere; verl starts its own"),
+    "vllm.patience": _unused("of a rollout server elsewhere; verl starts its own"),
+    "vllm.mismatch_limit": _only(None, "a verl job is not ended for it: leave it out and watch correction/* in the metrics"),
+    # --- update -----------------------------------------------------------------------------------------------------
+    "optim.lr": _mapped(f"{_ACTOR}.optim.lr"),
+    "optim.betas": _mapped(f"{_ACTOR}.optim.betas"),
+    "optim.eps": _mapped(f"{_ACTOR}.optim.override_optimizer_config.eps"),
+    "optim.weight_decay": _mapped(f"{_ACTOR}.optim.weight_decay"),
+    "optim.grad_clip": _mapped(f"{_ACTOR}.optim.clip_grad, {_ACTOR}.grad_clip"),
+    "optim.ppo_epochs": _mapped(f"{_ACTOR}.ppo_epochs"),
+    "optim.mini_batches": _mapped(f"{_ACTOR}.ppo_mini_batch_size (prompts_per_step / mini_batches)"),
+    "optim.token_budget": _mapped(f"{_ACTOR}.ppo_max_token_len_per_gpu, at least one whole rollout"),
+    "optim.gradient_checkpointing": _mapped("actor_rollout_ref.model.enable_gradient_checkpointing"),
+    # --- evaluation, checkpoints, tracking ----------------------------------------------------------------------------
+    "eval.every": _mapped("trainer.test_freq"),
+    "eval.tasks": _mapped("trainer.test_freq, val_before_train; verl/val.parquet in the run directory"),
+    "eval.data": Treatment("data", "verl/val.parquet in the run directory"),
+    "eval.prompts": _mapped("trainer.test_freq, val_before_train; verl/val.parquet in the run directory"),
+    "eval.samples": _mapped(f"{_ROLLOUT}.val_kwargs.n"),
+    "eval.temperature": _mapped(f"{_ROLLOUT}.val_kwargs.temperature, do_sample"),
+    "eval.max_tokens": _only(
+        lambda limit, config: limit in (None, config.rollout.max_tokens),
+        "verl has one limit for answers, rollout.max_tokens: leave it out, and evaluate with `iwopd eval --model RUN`",
+    ),
+    "eval.kept_rollouts": _unused("verl keeps the answers as texts, in verl/validation-NNN, without log-probs"),
+    "checkpoint.every": _mapped("trainer.save_freq"),
+    "checkpoint.keep": _mapped("trainer.max_actor_ckpt_to_keep"),
+    "checkpoint.best": _only(None, "verl saves every checkpoint.every steps, not when a score is the best: leave it out"),
+    "tracking.console": Treatment("launcher", "how progress is shown"),
+    "tracking.trackers": Treatment("launcher", "they get our names of verl's metrics"),
+    "tracking.project": _mapped("trainer.project_name"),
+    # --- teachers ---------------------------------------------------------------------------------------------------
+    "teacher.urls": _only([], _SERVER),
+    "teacher.name": _only(None, _SERVER),
+    "teacher.dialect": _unused(_SERVER_SETTING),
+    "teacher.api_key_env": _only(None, _SERVER),
+    "teacher.max_in_flight": _unused(_SERVER_SETTING),
+    "teacher.tokens_per_request": _unused(_SERVER_SETTING),
+    "teacher.request_timeout": _unused(_SERVER_SETTING),
+    "teacher.patience": _unused(_SERVER_SETTING),
+    "teacher.deadline": _unused(_SERVER_SETTING),
+    "teacher.system": _only(None, "verl's teacher sees the student's prompt: leave it out, or use the local engine"),
+    "teacher.user": _only(None, "verl's teacher sees the student's prompt: leave it out, or use the local engine"),
+    "teacher.others": _mapped(f"{_TEACHER}, distillation.teacher_key; each with a model, without urls, system or user"),
+    # --- cluster ----------------------------------------------------------------------------------------------------
+    "cluster.nodes": _mapped("trainer.nnodes, distillation.nnodes"),
+    "cluster.gpus_per_node": _mapped("trainer.n_gpus_per_node, distillation.n_gpus_per_node"),
+    "cluster.teacher_gpus": _mapped("distillation.nnodes, n_gpus_per_node; the rest is trainer.nnodes, n_gpus_per_node"),
+    "cluster.teacher_tensor_parallel": _mapped(f"{_TEACHER}.inference.tensor_model_parallel_size"),
+    "cluster.teacher_memory_share": _mapped(f"{_TEACHER}.inference.gpu_memory_utilization"),
+    "cluster.backend": _mapped(f"{_ROLLOUT}.name, {_TEACHER}.inference.name"),
+    "cluster.strategy": _mapped(f"{_ACTOR}.strategy"),
+    "cluster.sequence_parallel": _mapped(f"{_ACTOR}.ulysses_sequence_parallel_size"),
+    "cluster.offload": _mapped(f"{_ACTOR}.fsdp_config.param_offload, optimizer_offload; ref.fsdp_config.param_offload"),
+    "cluster.save_hf": _mapped(f"{_ACTOR}.checkpoint.save_contents"),
+    "cluster.checkpoints": _mapped("trainer.default_local_dir"),
+    "cluster.patience": Treatment("launcher", "when a job without progress is ended"),
+    "cluster.overrides": _mapped("as they stand, last"),
+}

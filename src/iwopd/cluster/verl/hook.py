@@ -1,0 +1,40 @@
+"""What must be known before a batch is split: new columns of the whole batch, and its metrics. `trainer.py` calls it.
+
+Advantages get a column of their own for the rules that need the rest of the batch, the progress or another denominator; the
+worker's loss then reads the column. The denominator is verl's: it divides by the sum of `loss_mask`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from iwopd.algo.registry import WEIGHT_RULES
+from iwopd.algo.signal import TrainingSignal
+from iwopd.cluster.verl.losses import ADVANTAGES, batch_signal
+from iwopd.cluster.verl.params import Settings
+from iwopd.train.metrics import signal_metrics
+
+
+def before_the_split(data: Any, settings: Settings, progress: float) -> tuple[dict[str, Any], dict[str, float]]:
+    """New columns of a whole batch, ragged like its `response_mask`, and metrics by name."""
+    from verl.workers.utils.padding import response_to_nested
+
+    signal = batch_signal(data, settings, progress)
+    columns = {}
+    if settings.whole_batch:
+        mask = data["response_mask"]
+        columns[ADVANTAGES] = response_to_nested(signal.advantages, mask)
+        if WEIGHT_RULES[settings.method.weights].supervised is not None:
+            columns["loss_mask"] = response_to_nested(signal.supervised.to(mask.dtype), mask)
+    return columns, _metrics(signal, progress)
+
+
+def _metrics(signal: TrainingSignal, progress: float) -> dict[str, float]:
+    """The local engine's numbers about gap and weights; lists become one entry a bin, because verl logs numbers only."""
+    numbers: dict[str, float] = {"iwopd/progress": progress, "iwopd/tokens": float(signal.supervised.sum())}
+    for name, value in signal_metrics(signal).items():
+        if isinstance(value, list):
+            numbers |= {f"iwopd/{name}/{place}": item for place, item in enumerate(value)}
+        else:
+            numbers[f"iwopd/{name}"] = value
+    return numbers

@@ -1,0 +1,146 @@
+"""verl's main program as a process: its command, its output, how it is ended and why it failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.translate import Places, environment, environment_overrides, literal, translate
+from iwopd.config import Config
+
+PROGRAM = "iwopd.cluster.verl.main"
+TESTING = "IWOPD_VERL_CPU"
+"""Set to 1, it lets verl run on CPUs, for tests (`testing.py`)."""
+LOCAL = "local"
+"""The address of a Ray that is started for the run."""
+CONNECT = 60.0
+"""Seconds that a Ray cluster has to answer."""
+GRACE = 60.0
+"""Seconds that Ray gets to end its workers before the process is killed."""
+_ERROR = re.compile(r"^(?:\([^)]*\) )?(?:[\w.]+\.)?\w*(?:Error|Exception|Killed|OutOfMemory)\w*\b.*")
+_ASK = """
+import json, sys, ray
+ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+print(json.dumps([node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]]))
+"""
+
+
+def command(config: Config, where: Places, address: str, resume: Path | None = None) -> tuple[list[str], dict[str, str]]:
+    """Arguments of Python, and the environment variables that go with them."""
+    variables = environment(config, where)
+    overrides = [
+        f"hydra.run.dir={literal(str(where.folder / 'hydra'))}",
+        *translate(config, where, resume),
+        *environment_overrides(variables),
+    ]
+    if os.environ.get(TESTING) == "1":
+        from iwopd.cluster.verl import testing
+
+        variables |= testing.environment()
+        gpus = config.cluster.nodes * config.cluster.gpus_per_node
+        overrides += testing.overrides(gpus if address == LOCAL else None)
+    return ["-m", PROGRAM, *overrides], {"RAY_ADDRESS": address, **variables}
+
+
+def shown(arguments: Sequence[str], variables: Mapping[str, str], python: str = "python") -> str:
+    """The command as one would type it."""
+    lines = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return " \\\n  ".join([*lines, f"{python} {' '.join(arguments[:2])}", *(shlex.quote(word) for word in arguments[2:])])
+
+
+def ray_address(given: str | None) -> str:
+    """Where Ray is: as given, as RAY_ADDRESS says, or `local`: started for this run."""
+    address = given or os.environ.get("RAY_ADDRESS") or LOCAL
+    if address.startswith(("http://", "https://")):
+        raise VerlError(
+            f"the Ray address {address} takes jobs, and the launcher wants to be one: "
+            f"ray job submit --address {address} -- iwopd train RECIPE --engine verl ..."
+        )
+    return address
+
+
+def check_size(config: Config, address: str) -> None:
+    """Refuse a cluster that is smaller than asked for, before verl has spent minutes on finding out."""
+    wanted, each = config.cluster.nodes, config.cluster.gpus_per_node
+    asked = f"cluster.nodes x cluster.gpus_per_node asks for {wanted} x {each} GPUs"
+    if address == LOCAL:
+        if os.environ.get(TESTING) == "1":
+            return
+        import torch
+
+        if wanted > 1:
+            raise VerlError(f"{asked}, but no Ray cluster is named: start one (docs/cluster.md) and give --ray-address auto")
+        if (found := torch.cuda.device_count()) < each:
+            raise VerlError(f"{asked}, and this machine has {found}: lower them, or name a Ray cluster with --ray-address")
+        return
+    there = _ask(address)
+    if sum(int(gpus) // each for gpus in there) < wanted:
+        have = ", ".join(f"{gpus:g}" for gpus in there)
+        raise VerlError(
+            f"{asked}, but the machines of the Ray cluster at {address} have {have}: wait for more, or ask for fewer"
+        )
+
+
+def _ask(address: str) -> list[float]:
+    try:
+        done = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True, timeout=CONNECT)
+    except subprocess.TimeoutExpired:
+        raise VerlError(
+            f"no Ray cluster answers at {address}: start it (ray start --head), or leave --ray-address out"
+        ) from None
+    if done.returncode:
+        words = done.stderr.strip().splitlines()[-1:] or ["no word"]
+        raise VerlError(
+            f"no Ray cluster answers at {address} ({words[0]}): start it (ray start --head), or correct the address"
+        )
+    found: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+class Job:
+    """The running program. It has a session of its own, so that a Ctrl-C at the terminal reaches the launcher alone."""
+
+    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        place = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                env=place,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    def end(self) -> None:
+        """Ask the driver to leave, with which Ray ends the job's workers; then insist."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # whoever is left of its group
+        self.process.wait()
+
+    def last_words(self) -> str:
+        """Why it failed: its own line for the user, else the last error that it printed."""
+        lines = [line.rstrip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        own = [line.removeprefix("iwopd: ") for line in lines if line.startswith("iwopd: ")]
+        if own:
+            return own[-1]
+        errors = [line for line in lines if _ERROR.match(line)]
+        return errors[-1] if errors else "\n".join(lines[-5:])

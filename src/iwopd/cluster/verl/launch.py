@@ -1,0 +1,192 @@
+"""`iwopd train --engine verl`: a run directory like any other, filled by a job of verl's."""
+
+from __future__ import annotations
+
+import signal as os_signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from iwopd import tiny
+from iwopd.cluster.verl.checks import check_installed, check_settings, examine
+from iwopd.cluster.verl.convert import adopt, check_ranks, newest
+from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
+from iwopd.cluster.verl.job import LOCAL, Job, check_size, command, ray_address, shown
+from iwopd.cluster.verl.metrics import MetricsFile, step_stats
+from iwopd.cluster.verl.pools import pools
+from iwopd.cluster.verl.prompts import load_order, write_prompts
+from iwopd.cluster.verl.translate import Places, places
+from iwopd.config import Config
+from iwopd.filesystem import write_atomic
+from iwopd.train.doctor import refuse
+from iwopd.train.loading import open_world
+from iwopd.train.loop import TrainingStoppedError
+from iwopd.train.rundir import RunDirectory, RunError
+from iwopd.train.tracking import Tracker
+
+POLL = 0.5
+"""Seconds between two looks at the job."""
+
+
+def dry_run(config: Config, folder: Path, *, resume: bool = False, address: str | None = None) -> str:
+    """The command that would be run. Needs no network, no models, neither verl nor Ray, and writes nothing."""
+    check_settings(config)
+    where = places(config, folder, _launches(folder) + 1)
+    found = newest(where.checkpoints) if resume else None
+    return shown(*command(config, where, ray_address(address), found[1] if found else None))
+
+
+def run_on_verl(
+    config: Config,
+    folder: Path,
+    *,
+    resume: bool = False,
+    allow_changes: bool = False,
+    doctor: bool = True,
+    address: str | None = None,
+    progress: tiny.Progress | None = None,
+) -> int:
+    """Train in `folder` on a Ray cluster, and wait for the end; returns the last step."""
+    check_settings(config)
+    check_installed()
+    address = ray_address(address)
+    run = RunDirectory(folder)
+    if not resume:
+        run.check_free()
+    elif run.engine != "verl":
+        raise RunError(f"{folder} is trained by the {run.engine} engine: continue it with --resume alone")
+    messages = _examined(config, folder) if doctor else []
+    check_size(config, address)
+    open_world(config, progress)  # verl finds the models there
+    order, tokenizer = load_order(config, messages.append)
+    tasks = evaluated_tasks(config, tokenizer)
+    where = places(config, folder, _launches(folder) + 1)
+    done = _prepare(config, run, order.fingerprint(), where, resume=resume, allow_changes=allow_changes)
+    tracker = Tracker(config, run)
+    try:
+        for message in messages:
+            tracker.say(message)
+        if done and done[0] >= config.steps:
+            tracker.say(f"{folder} has all its {config.steps} steps")
+            return done[0]
+        write_prompts(config, order, tokenizer, where, tasks)
+        arguments, variables = command(config, where, address, done[1] if done else None)
+        write_atomic(where.folder / "command.sh", shown(arguments, variables) + "\n")
+        log = where.folder / where.metrics.name.replace("metrics", "log").replace(".jsonl", ".txt")
+        if done:
+            tracker.say(f"resuming {folder} after step {done[0]}")
+        tracker.say(f"starting verl ({'a Ray of its own' if address == LOCAL else f'Ray at {address}'}); its output: {log}")
+        with _signals() as received:
+            answers = Validations(tasks, where.validation)
+            job = Job(arguments, variables, log)
+            return _follow(config, run, where, job, tracker, answers, received, done[0] if done else 0)
+    finally:
+        tracker.close()
+
+
+def _prepare(
+    config: Config, run: RunDirectory, data: str, where: Places, *, resume: bool, allow_changes: bool
+) -> tuple[int, Path] | None:
+    """Make the run directory or take it up again; the checkpoint to go on from."""
+    if not resume:
+        run.create(config, data, engine="verl")
+        return None
+    run.check_resume(config, data, allow_changes=allow_changes)
+    found = newest(where.checkpoints)
+    if found is not None:
+        check_ranks(found[1], pools(config).student.gpus)
+        adopt(config, run, where.checkpoints)
+    run.rewind(found[0] if found else -1)
+    return found
+
+
+def _follow(
+    config: Config,
+    run: RunDirectory,
+    where: Places,
+    job: Job,
+    tracker: Tracker,
+    answers: Validations,
+    received: list[int],
+    done: int,
+) -> int:
+    """Pass on what the job does until it ends, of itself or because it must."""
+    metrics, last = MetricsFile(where.metrics), time.monotonic()
+    step, saved = done, done
+    try:
+        while True:
+            code = job.exit_code  # before reading: what it wrote last is then there
+            for step, numbers in metrics.new():
+                tracker.step(step_stats(config, step, numbers))
+                last = time.monotonic()
+            answers.look(step)
+            for evaluation in answers.finished(wait=code == 0):
+                tracker.evaluation(evaluation, 0.0)
+            saved = max([saved, *adopt(config, run, where.checkpoints)])
+            if code is not None:
+                break
+            if received:
+                job.end()
+                name = os_signal.Signals(received[0]).name
+                raise TrainingStoppedError(f"stopped by {name} after step {step}; {_resume(saved)}", 128 + received[0])
+            if time.monotonic() - last > config.cluster.patience:
+                raise TrainingStoppedError(
+                    f"no step was finished in {config.cluster.patience:g} s (cluster.patience) after step {step}, so the job "
+                    f"was ended; its output is in {job.log}. {_resume(saved)}",
+                    1,
+                )
+            time.sleep(POLL)
+    finally:
+        job.end()
+        answers.close()
+    if code or step < config.steps:
+        why = job.last_words() or f"exit code {code}"
+        raise TrainingStoppedError(
+            f"verl's job ended after step {step}: {why}\nAll of it: {job.log}. {_resume(saved)}", _code(code)
+        )
+    return step
+
+
+def _code(code: int | None) -> int:
+    """2 for what the user can set right, as everywhere; else 1."""
+    return 2 if code == 2 else 1
+
+
+def _resume(saved: int) -> str:
+    if not saved:
+        return "No checkpoint was saved yet: start again"
+    return f"The newest checkpoint is of step {saved}: continue with --resume"
+
+
+def _examined(config: Config, folder: Path) -> list[str]:
+    found = list(examine(config, folder))
+    refuse(found)
+    return [finding.text() for finding in found if finding.level == "warn"]
+
+
+def _launches(folder: Path) -> int:
+    return len(list((folder / "verl").glob("metrics-*.jsonl")))
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals that ask for the end."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    handlers: dict[int, Callable[..., object] | int | None] = {}
+    for number in (os_signal.SIGTERM, os_signal.SIGINT):
+        handlers[number] = os_signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            os_signal.signal(number, handler)
+
+
+__all__ = ["VerlError", "dry_run", "run_on_verl"]

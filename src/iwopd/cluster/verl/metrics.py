@@ -1,0 +1,125 @@
+"""verl's metrics under our names, so that report and compare read a run of verl like any other.
+
+verl's `file` logger writes a line a step into `verl/metrics-NNN.jsonl` of the run directory. What the method measures is under
+our names there already (`iwopd/weights/mean`, see `hook.py`); the rest is verl's own. A number that verl does not have is left
+out, or is NaN where a line of progress wants it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.translate import response_tokens
+from iwopd.config import Config
+from iwopd.types import StepStats
+
+OURS = "iwopd/"
+"""Begins the names of what our trainer measures."""
+LOSS, GRAD_NORM = "actor/distillation/loss", "actor/grad_norm"
+SAME = {
+    "rollout/length_mean": "response_length/mean",
+    "rollout/length_max": "response_length/max",
+    "correction/ratio_mean": "rollout_corr/rollout_is_mean",
+    "correction/truncated": "rollout_corr/rollout_is_ratio_fraction_high",
+    "policy/clip_fraction": "actor/distillation/pg_clipfrac",
+    "policy/dual_clip_fraction": "actor/distillation/pg_clipfrac_lower",
+    "policy/entropy": "actor/entropy",
+    "memory/gpu_gb": "actor/perf/max_memory_allocated_gb",
+}
+"""Our names and verl's."""
+STAGES = {
+    "rollout": ("gen",),
+    "old": ("old_log_prob", "ref"),
+    "signal": ("adv",),
+    "update": ("update_actor",),
+    "sync": ("update_weights",),
+    "save": ("save_checkpoint",),
+}
+"""Our stages and verl's timers. The teacher scores while answers are written, so its time is in `rollout`."""
+SHOWN = ("kl/sampled", "gap/abs_mean", "weights/mean", "weights/min", "weights/max", "rollout/length_mean")
+"""What a line of progress wants."""
+
+
+class MetricsFile:
+    """What verl's file logger writes, read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._position = path, 0
+
+    def new(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Steps that were written since the last call; a line that is not finished yet is left for the next one."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._position += len(line)
+                record = json.loads(line)
+                if any(name.startswith("actor/") for name in record["data"]):  # else of an evaluation before the first step
+                    yield int(record["step"]), record["data"]
+
+
+def step_stats(config: Config, step: int, given: Mapping[str, Any]) -> StepStats:
+    """One step as the local engine would report it."""
+    numbers = {name: math.nan if value is None else value for name, value in given.items()}
+    for name in (LOSS, GRAD_NORM):
+        if name not in numbers:
+            raise VerlError(
+                f"verl's metrics of step {step} have no {name!r}: is the plugin loaded? They have {sorted(numbers)[:8]}"
+            )
+    loss, norm = float(numbers[LOSS]), float(numbers[GRAD_NORM])
+    skipped = not math.isfinite(norm)  # verl then leaves the update out
+    metrics: dict[str, Any] = dict.fromkeys(SHOWN, math.nan)
+    metrics |= {ours: float(numbers[theirs]) for ours, theirs in SAME.items() if theirs in numbers}
+    metrics |= _measured(numbers)
+    if "rollout_corr/rollout_is_max" in numbers:
+        extremes = (numbers["rollout_corr/rollout_is_max"], numbers.get("rollout_corr/rollout_is_min", 1.0))
+        metrics["correction/ratio_deviation"] = max(abs(value - 1) for value in extremes)
+    metrics["rollout/truncated"] = _truncated(config, numbers)
+    metrics["update/count"] = config.optim.mini_batches * config.optim.ppo_epochs
+    metrics["update/skipped"] = int(skipped)
+    return StepStats(
+        step=step,
+        loss=loss if math.isfinite(loss) or skipped else 0.0,
+        grad_norm=norm,
+        tokens=int(numbers.get(f"{OURS}tokens", 0)),
+        rollouts=config.rollout.prompts_per_step * config.rollout.samples,
+        skipped=skipped,
+        seconds=_seconds(numbers),
+        metrics=metrics,
+    )
+
+
+def _measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """What our trainer measured; numbered entries become lists again."""
+    plain: dict[str, Any] = {}
+    lists: dict[str, dict[int, float]] = {}
+    for name, value in numbers.items():
+        if not name.startswith(OURS) or name in (f"{OURS}tokens", f"{OURS}progress"):
+            continue
+        own = name.removeprefix(OURS)
+        stem, _, place = own.rpartition("/")
+        if place.isdigit():
+            lists.setdefault(stem, {})[int(place)] = float(value)
+        else:
+            plain[own] = float(value)
+    return plain | {stem: [places[place] for place in sorted(places)] for stem, places in lists.items()}
+
+
+def _truncated(config: Config, numbers: Mapping[str, Any]) -> float:
+    """Verl counts the answers that are as long as the batch's longest: those are cut off only if that one is."""
+    longest = numbers.get("response_length/max", math.nan)
+    return 0.0 if longest < response_tokens(config) else float(numbers.get("response_length/clip_ratio", math.nan))
+
+
+def _seconds(numbers: Mapping[str, Any]) -> dict[str, float]:
+    timers = {ours: sum(float(numbers.get(f"timing_s/{name}", 0.0)) for name in theirs) for ours, theirs in STAGES.items()}
+    whole = float(numbers.get("timing_s/step", sum(timers.values())))
+    return {**timers, "teacher": 0.0, "other": max(0.0, whole - sum(timers.values()))}

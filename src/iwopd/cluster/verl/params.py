@@ -1,0 +1,162 @@
+"""The method's parameters on their way to verl's workers. Nothing here imports verl, so a launch can be planned without it.
+
+The channel is verl's own tree of settings. `distillation.distillation_loss` gets another `_target_`, our subclass of verl's
+loss settings (`lossconfig.LossConfig`), and a table `iwopd` with the `[method]` section of the recipe and the number of steps.
+verl saves the tree with the run, prints it, sends it to every worker and builds the class there: that is where it is validated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from iwopd.algo.registry import WEIGHT_RULES
+from iwopd.cluster.verl.errors import VerlError
+from iwopd.config import Method
+from iwopd.methods import METHODS
+
+LOSS = "distillation.distillation_loss"
+LOSS_CONFIG = "iwopd.cluster.verl.lossconfig.LossConfig"
+TRAINER = "iwopd_sync"
+"""verl's synchronous trainer with our hook (`trainer.py`), as a value of `trainer.v1.trainer_mode`."""
+NO_DUAL_CLIP = 1e9
+"""verl's dual clip cannot be switched off. No ratio reaches this: both sides cut log-ratios at 20, and e^20 is half of it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker knows of the recipe."""
+
+    method: Method
+    steps: int | None = None
+    """Steps of the whole run; None: as verl counts them."""
+
+    @property
+    def whole_batch(self) -> str | None:
+        """Why the signal must be computed before a batch is split; None if each rollout's own tensors are enough."""
+        rule = WEIGHT_RULES[self.method.weights]
+        if rule.batch_dependent:
+            return "its weights depend on the other rollouts of the batch"
+        if self.method.params.get("normalize") is not None:
+            return f"normalize = {self.method.params['normalize']!r} needs the mean over the batch"
+        if rule.needs_progress:
+            return "it follows the training progress"
+        if rule.supervised is not None:
+            return "tokens outside its region leave the loss's denominator"
+        return None
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """The registered losses and the `[method]` section that each stands for if there is no table `iwopd`."""
+    rules = {f"iwopd_{rule.replace('-', '_')}": {"weights": rule} for rule in WEIGHT_RULES}
+    reward = {"iwopd_exopd": METHODS["exopd"], "iwopd_iw_exopd": METHODS["iw-exopd"]}
+    return {"iw_opd": METHODS["iw-opd"], **rules, **reward}
+
+
+def loss_mode(method: Method) -> str:
+    """The name under which the method is registered, for `distillation.distillation_loss.loss_mode`."""
+    if method.advantage == "exopd":
+        return "iwopd_exopd" if method.weights == "uniform" else "iwopd_iw_exopd"
+    return "iw_opd" if method.weights == "cumulative-share" else f"iwopd_{method.weights.replace('-', '_')}"
+
+
+def overrides(method: Method, steps: int) -> list[str]:
+    """All of verl's settings that the method decides, as Hydra overrides."""
+    check_method(method)
+    settings: dict[str, Any] = {
+        f"{LOSS}._target_": LOSS_CONFIG,
+        f"{LOSS}.loss_mode": loss_mode(method),
+        f"{LOSS}.use_policy_gradient": True,
+        f"{LOSS}.use_task_rewards": False,
+        f"{LOSS}.policy_loss_mode": "vanilla",
+        f"{LOSS}.loss_max_clamp": None,
+        f"{LOSS}.clip_ratio": method.clip,
+        f"{LOSS}.clip_ratio_low": method.clip,
+        f"{LOSS}.clip_ratio_high": method.clip,
+        f"+{LOSS}.clip_ratio_c": dual_clip(method),
+        **{f"+{LOSS}.iwopd.{name}": value for name, value in _table(method, steps).items()},
+        "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+        "actor_rollout_ref.actor.use_kl_loss": method.advantage == "exopd",  # only so that verl scores the reference
+        "actor_rollout_ref.actor.kl_loss_coef": 0.0,
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
+        "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.rollout_correction.rollout_is_threshold": method.correction_threshold,
+        "trainer.v1.trainer_mode": TRAINER,
+    }
+    return [f"{name}={_literal(value)}" for name, value in settings.items()]
+
+
+def environment(method: Method, steps: int) -> dict[str, str]:
+    """Environment variables that the workers need: none, everything is in the tree of settings."""
+    return {}
+
+
+def dual_clip(method: Method) -> float:
+    """The method's dual clip as verl's `clip_ratio_c`."""
+    return NO_DUAL_CLIP if math.isinf(method.dual_clip) else method.dual_clip
+
+
+def read_settings(name: str, table: Mapping[str, Any] | None) -> Settings:
+    """The settings that a loss name and the table `iwopd` describe; both must say the same."""
+    known = presets()
+    if name not in known:
+        raise VerlError(f"{LOSS}.loss_mode is {name!r}, which is none of ours: {', '.join(known)}")
+    values = dict(known[name] if table is None else table)
+    steps = values.pop("steps", None)
+    if steps is not None and not (isinstance(steps, int) and steps >= 1):
+        raise VerlError(f"{LOSS}.iwopd.steps is {steps!r}; it must be a number of steps, at least 1")
+    try:
+        method = Method.model_validate(values)
+    except ValidationError as error:
+        faults = [(".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")) for fault in error.errors()]
+        raise VerlError(
+            f"{LOSS}.iwopd: " + "; ".join(f"{place}: {text}" if place else text for place, text in faults)
+        ) from None
+    check_method(method)
+    if loss_mode(method) != loss_mode(Method.model_validate(known[name])):
+        raise VerlError(
+            f"{LOSS}.loss_mode is {name!r}, but the table iwopd beside it describes {loss_mode(method)!r} (advantage "
+            f"{method.advantage!r}, weights {method.weights!r}): make them agree, or leave the table out"
+        )
+    return Settings(method, steps)
+
+
+def check_method(method: Method) -> None:
+    """Refuse what verl's distillation loss leaves out: it drops all of its policy loss but the clipped surrogate."""
+    for name in ("kl_coef", "entropy_coef"):
+        if value := getattr(method, name):
+            raise VerlError(
+                f"method.{name} is {value}, but verl drops KL and entropy terms when it trains on the teacher alone "
+                f"(use_task_rewards=false): set it to 0, or train with the local engine"
+            )
+
+
+def _table(method: Method, steps: int) -> dict[str, Any]:
+    values = method.model_dump(mode="python") | {"steps": steps}
+    params = values.pop("params")
+    return values | ({f"params.{name}": value for name, value in params.items()} or {"params": {}})
+
+
+def _literal(value: Any) -> str:
+    """A value in Hydra's grammar of overrides."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_literal(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_literal(item)}" for name, item in value.items()) + "}"
+    plain = str(value)
+    readable = re.fullmatch(r"[A-Za-z_][\w.-]*", plain) and plain.lower() not in ("true", "false", "null", "none", "inf", "nan")
+    return plain if readable else json.dumps(plain)

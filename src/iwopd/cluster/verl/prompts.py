@@ -1,0 +1,123 @@
+"""The prompts as verl reads them: one parquet file with a row for every prompt of every step, in the order of the local engine.
+
+verl reads it from the first row to the last without shuffling, so step k has the prompts that the local engine gives to step k,
+and a resumed run goes on where the file stands. (Within a step verl spreads them over its ranks by length.) verl renders the
+messages itself, with the same tokenizer, chat template and thinking off; some are rendered here to be sure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from iwopd import tiny
+from iwopd.cluster.verl.evaluation import label
+from iwopd.cluster.verl.translate import DEFAULT_TEACHER, Places
+from iwopd.config import Config
+from iwopd.data.chat import render
+from iwopd.data.fields import DataError
+from iwopd.data.prompts import MixedOrder, PromptOrder
+from iwopd.eval.task import Task
+from iwopd.models import load_tokenizer
+from iwopd.train.assembly import prompt_order
+from iwopd.train.loading import source_of, world_recipe
+from iwopd.types import Prompt
+
+TRIED = 256
+"""Prompts whose ids are compared with what verl will make of their messages."""
+STEPS_AT_ONCE = 16
+"""Steps that are in memory while the file is written."""
+
+
+def load_order(config: Config, notify: Callable[[str], None]) -> tuple[PromptOrder | MixedOrder, Any]:
+    """The order of prompts and the student's tokenizer; needs no weights."""
+    recipe = world_recipe(config)
+    if recipe is not None:
+        world = tiny.World(recipe, Path("teacher"), Path("student"))  # its prompts need no models
+        return prompt_order(config, world, world.tokenizer, notify), world.tokenizer
+    source = source_of(config, "student")
+    assert source is not None  # the config was validated
+    tokenizer = load_tokenizer(source, trust_remote_code=config.models.trust_remote_code)
+    return prompt_order(config, None, tokenizer, notify), tokenizer
+
+
+def write_prompts(
+    config: Config, order: PromptOrder | MixedOrder, tokenizer: Any, where: Places, tasks: Sequence[Task] = ()
+) -> None:
+    """Write the prompts of all steps, and the problems of the evaluated tasks."""
+    known = {DEFAULT_TEACHER, *config.teacher.others}
+    problems = [prompt for task in tasks for prompt in task.prompts]
+    for prompt in [*order.prompts[:TRIED], *problems[:TRIED]]:
+        ids = render(tokenizer, messages(prompt)).token_ids
+        if ids != prompt.token_ids:
+            raise DataError(
+                f"prompt {prompt.id!r} has {len(prompt.token_ids)} ids here and {len(ids)} when its messages are rendered alone"
+            )
+    where.folder.mkdir(parents=True, exist_ok=True)
+    _write(where.train_file, _steps(config, order, known))
+    rows = [{**_row(prompt, 0, 0, known), "data_source": task.name} for task in tasks for prompt in task.prompts]
+    names = [label(task, prompt) for task in tasks for prompt in task.prompts]
+    for row, name in zip(rows, names, strict=True):
+        row["reward_model"] = {"style": "rule", "ground_truth": name}
+    _write(where.val_file, iter([rows or [_row(order.batch(1)[0], 1, 0, known)]]))
+
+
+def messages(prompt: Prompt) -> list[dict[str, str]]:
+    """A prompt's messages as plain role and content."""
+    if "expression" in prompt.metadata:  # of an embedded world
+        return [{"role": "user", "content": str(prompt.metadata["expression"])}]
+    given = prompt.metadata.get("messages") or []
+    for message in given:
+        if set(message) != {"role", "content"} or not isinstance(message["content"], str):
+            raise DataError(
+                f"prompt {prompt.id!r} has a message with {sorted(message)}: verl is given messages of role and text only; "
+                "leave the others out, or use the local engine"
+            )
+    if not given:
+        raise DataError(f"prompt {prompt.id!r} is not a chat, and verl renders chats")
+    return [dict(message) for message in given]
+
+
+def _steps(config: Config, order: PromptOrder | MixedOrder, known: set[str]) -> Iterator[list[dict[str, Any]]]:
+    for first in range(1, config.steps + 1, STEPS_AT_ONCE):
+        steps = range(first, min(first + STEPS_AT_ONCE, config.steps + 1))
+        yield [_row(prompt, step, place, known) for step in steps for place, prompt in enumerate(order.batch(step))]
+
+
+def _row(prompt: Prompt, step: int, place: int, known: set[str]) -> dict[str, Any]:
+    teacher = prompt.teacher or DEFAULT_TEACHER
+    if teacher not in known:
+        raise DataError(f"prompt {prompt.id!r} names the teacher {teacher!r}; there are {sorted(known)} (teacher.others)")
+    return {
+        "prompt": messages(prompt),
+        "data_source": "iwopd",
+        "teacher": teacher,
+        "reward_model": {"style": "rule", "ground_truth": ""},
+        "extra_info": {"index": place, "id": prompt.id, "step": step},
+    }
+
+
+def _write(path: Path, parts: Iterator[list[dict[str, Any]]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text, number = pa.string(), pa.int64()
+    schema = pa.schema(
+        {
+            "prompt": pa.list_(pa.struct({"role": text, "content": text})),
+            "data_source": text,
+            "teacher": text,
+            "reward_model": pa.struct({"style": text, "ground_truth": text}),
+            "extra_info": pa.struct({"index": number, "id": text, "step": number}),
+        }
+    )
+    draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        with pq.ParquetWriter(draft, schema) as writer:
+            for rows in parts:
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

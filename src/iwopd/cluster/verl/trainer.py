@@ -1,0 +1,63 @@
+"""verl's synchronous trainer with our hook.
+
+Between scoring and update it holds the whole batch of a step in its TransferQueue, one row a rollout: the one place that sees
+what a loss of micro-batches cannot. `register_trainer` and a task runner of one's own are verl's ways to bring another trainer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+import transfer_queue as tq
+from omegaconf import DictConfig, open_dict
+from tensordict import TensorDict
+from verl.trainer.main_ppo import TaskRunnerV1
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.utils.config import omega_conf_to_dataclass
+
+from iwopd.cluster.verl.hook import before_the_split
+from iwopd.cluster.verl.losses import settings_of
+from iwopd.cluster.verl.params import TRAINER
+from iwopd.cluster.verl.watch import Watch, rollout_actors
+from iwopd.train.metrics import training_progress
+
+COLUMNS = ("prompts", "responses", "response_mask", "old_log_probs", "teacher_logprobs", "ref_log_prob")
+
+
+@register_trainer(TRAINER)
+class Trainer(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
+    """Adds the signal to every batch, after verl's scoring and before its update."""
+
+    def __init__(self, config: DictConfig) -> None:
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = "sync"  # the mode that this is in all else; verl compares names
+        super().__init__(config)
+        Watch(self.replay_buffer, lambda: rollout_actors(self), config.actor_rollout_ref.rollout.n)
+        self.iwopd_settings = settings_of(omega_conf_to_dataclass(config.distillation.distillation_loss))
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = super()._compute_advantage(batch, metrics)
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(COLUMNS))
+        settings = self.iwopd_settings
+        progress = training_progress(self.global_steps, settings.steps or self.total_training_steps)
+        columns, numbers = before_the_split(data, settings, progress)
+        metrics.update(numbers)
+        if columns:
+            fields = TensorDict(columns, batch_size=len(batch))
+            batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        return batch
+
+
+class TaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ignore[misc]
+    """verl's own, which finds our trainer registered."""
+
+    def run(self, config: DictConfig) -> None:
+        import iwopd.cluster.verl.trainer  # noqa: F401  # Ray may have sent this class without its module
+
+        super().run(config)
+
+
+def task_runner() -> Any:
+    """The Ray actor class for `run_ppo`."""
+    return ray.remote(TaskRunner)

@@ -1,0 +1,175 @@
+"""Two FSDP2 ranks of verl's own actor worker against the local learner: the same three steps on the same rollouts.
+
+Both sides score the old log-probs themselves, with weights that moved apart if anything before was different. Two passes a step,
+so that in the second one ratios leave 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from iwopd.algo.signal import training_signal
+from iwopd.cluster.verl import testing
+from iwopd.cluster.verl.translate import places, translate
+from iwopd.config import Config, make_config
+from iwopd.lm import ResponseModel
+from iwopd.teacher.local import LocalScorer
+from iwopd.train.learner import Learner
+from iwopd.train.metrics import training_progress
+from iwopd.train.ranks import Ranks
+from iwopd.types import Prompt, Rollout, ScoredRollout, TokenBatch
+from models import save_pair
+
+TESTS = Path(__file__).resolve().parents[1]
+STEPS, ROLLOUTS, RANKS = 3, 8, 2
+METHODS: dict[str, dict[str, Any]] = {
+    "iw-opd": {"weights": "cumulative-share", "params": {"gamma": 0.5}},
+    "ideal": {"weights": "ideal", "params": {"alpha": 0.1}},
+    "prefix-only": {"weights": "prefix-only", "params": {"ratio": 0.5}},
+}
+"""In the worker's loss; before the split, because of the batch; before the split, because of the denominator."""
+
+
+@pytest.mark.slow
+def test_two_ranks_of_verl_update_as_the_local_learner_does(tmp_path: Path) -> None:
+    settings = save_pair(tmp_path)
+    configs = {name: config_of(settings, method) for name, method in METHODS.items()}
+    steps = given_rollouts(tmp_path)
+    run_verl(tmp_path, configs, steps)
+    start = weights_of(load(tmp_path / "student"))
+    for name, config in configs.items():
+        expected, expected_losses = by_local_learner(config, steps)
+        found = load_file(tmp_path / f"{name}.safetensors")
+        losses = json.loads((tmp_path / f"{name}.json").read_text())
+        assert found.keys() == expected.keys()
+        moved = norm({key: expected[key] - start[key] for key in start})
+        apart = norm({key: found[key] - expected[key] for key in start})
+        print(f"{name}: moved by {moved:.4f}, apart by {apart:.2e}, relative {apart / moved:.2e}")
+        assert moved > 0.1
+        assert apart / moved < 1e-3  # 3e-5 and less were seen
+        assert len(losses) == STEPS
+        assert [sum(each) / len(each) for each in losses] == pytest.approx(expected_losses, rel=1e-3, abs=1e-5)
+
+
+def config_of(settings: dict[str, Any], method: dict[str, Any]) -> Config:
+    return make_config(
+        settings
+        | {
+            "steps": STEPS,
+            "method": method,
+            "rollout": {"prompts_per_step": ROLLOUTS, "max_tokens": 24},
+            "data": settings["data"] | {"max_prompt_tokens": 8},
+            "optim": {"lr": 3e-3, "ppo_epochs": 2, "token_budget": 48},  # 48: several micro-batches a rank
+            "cluster": {"nodes": 1, "gpus_per_node": RANKS + 1, "teacher_gpus": 1},
+        }
+    )
+
+
+def given_rollouts(folder: Path) -> list[list[Rollout]]:
+    """Random answers, with an engine's log-probs that are somewhat off and now and then far off."""
+    generator = torch.Generator().manual_seed(7)
+
+    def ids(count: int) -> Tensor:
+        return torch.randint(2, 21, (count,), generator=generator)
+
+    steps = []
+    scorer = LocalScorer(load(folder / "student"))
+    for step in range(STEPS):
+        lengths = torch.randint(1, 20, (ROLLOUTS,), generator=generator).tolist()
+        blank = [
+            Rollout(Prompt(f"{step}.{number}", tuple(ids(2 + number % 5).tolist())), ids(length), torch.zeros(length), "length")
+            for number, length in enumerate(lengths)
+        ]
+        noisy = []
+        for rollout, logprobs in zip(blank, scorer.score(blank), strict=True):
+            engine = logprobs + torch.randn(len(logprobs), generator=generator) * 0.2
+            engine[::5] -= 2.0  # factors above the threshold of 5
+            noisy.append(Rollout(rollout.prompt, rollout.response_ids, engine, "length"))
+        steps.append(noisy)
+    return steps
+
+
+def by_local_learner(config: Config, steps: list[list[Rollout]]) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights after the steps, and the loss of each step."""
+    student, teacher = load(config.models.student), load(config.models.teacher)
+    learner = Learner(ResponseModel(student), config.optim, config.method, Accelerator(cpu=True), Ranks())
+    losses = []
+    for step, rollouts in enumerate(steps, 1):
+        scores = LocalScorer(student).score(rollouts), LocalScorer(teacher).score(rollouts)
+        batch = TokenBatch.collate(
+            [ScoredRollout(*item) for item in zip(rollouts, *scores, strict=True)], correct_rollouts=True
+        )
+        progress = training_progress(step, config.steps)
+        signal = training_signal(
+            batch.teacher_logprobs, batch.old_logprobs, batch.mask, progress=progress, **config.method.signal
+        )
+        update = learner.update(batch, signal, seed=0, step=step)
+        assert update.updates == config.optim.ppo_epochs
+        assert float(update.stats.ratio_max) > 1.05
+        losses.append(update.loss)
+    return weights_of(student), losses
+
+
+def run_verl(folder: Path, configs: dict[str, Config], steps: list[list[Rollout]]) -> None:
+    """The same on two processes of verl."""
+    teacher = LocalScorer(load(folder / "teacher"))
+    given = [
+        [
+            {
+                "prompt": list(rollout.prompt.token_ids),
+                "response": rollout.response_ids.tolist(),
+                "rollout_logprobs": rollout.rollout_logprobs.tolist(),
+                "teacher_logprobs": logprobs.tolist(),
+            }
+            for rollout, logprobs in zip(rollouts, teacher.score(rollouts), strict=True)
+        ]
+        for rollouts in steps
+    ]
+    overrides = {
+        name: [*translate(config, places(config, folder / "run")), *testing.overrides()] for name, config in configs.items()
+    }
+    (folder / "job.json").write_text(json.dumps({"methods": overrides, "steps": given}))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = (
+        os.environ | testing.environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    )
+    processes = []
+    for rank in range(RANKS):
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+        with (folder / f"rank{rank}.log").open("w") as log:
+            command = [sys.executable, "-W", "ignore", str(TESTS / "verl_rank.py"), str(folder)]
+            processes.append(subprocess.Popen(command, env=shared | variables, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-4000:] for rank in range(RANKS))
+    assert codes == [0] * RANKS, logs
+
+
+def load(folder: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def norm(tensors: dict[str, Tensor]) -> float:
+    return float(torch.cat([tensor.flatten().double() for tensor in tensors.values()]).norm())

@@ -1,0 +1,187 @@
+"""verl's real loss with our plugin against `algo/`: loss and gradient to 1e-6, for every rule and advantage.
+
+The batch goes verl's way: settings composed from our overrides and built by verl, the rollout correction by verl's helper, the
+hook on the whole batch, the split into micro-batches by verl's engine, `distillation_ppo_loss` on each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from iwopd import algo
+from iwopd.algo.signal import TrainingSignal, training_signal
+from iwopd.cluster.verl.params import Settings
+from iwopd.config import Method
+from support import RULES
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # verl, Ray and their dependencies warn at import
+
+METHODS = [
+    *({"weights": name, "params": params} for name, params in RULES),
+    {"weights": "cumulative-share", "params": {"normalize": "mean-one"}},
+    {"advantage": "exopd"},
+    {"advantage": "exopd", "weights": "cumulative-share"},
+    {"advantage": "exopd", "weights": "cumulative-share", "weighting": "advantage", "scale": 2.0},
+    {"advantage": "exopd", "weights": "ideal"},
+    {"weights": "cumulative-share", "clip": 0.1, "dual_clip": 1.5, "correction_threshold": 1.2},
+    {"weights": "cumulative-share", "dual_clip": float("inf")},
+]
+PROGRESS = 0.25
+DP = 2
+
+
+def names(values: dict[str, Any]) -> str:
+    return " ".join(str(value) for value in values.values())
+
+
+@pytest.mark.parametrize("values", METHODS, ids=names)
+def test_verls_loss_is_ours(values: dict[str, Any]) -> None:
+    from verl_support import loss_settings, method_config, scores
+
+    method = Method.model_validate(values)
+    given = scores()
+    settings = loss_settings(method_config(method))
+    expected, expected_gradient, _, _ = by_algo(method, given)
+    assert expected_gradient.abs().max() > 1e-2
+    for tokens in (17, 1000):  # several micro-batches, and one
+        loss, gradient = by_verl(method, given, tokens, settings)
+        assert loss == pytest.approx(expected, abs=1e-6, rel=1e-6)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_clip_dual_clip_and_truncation_are_active() -> None:
+    """Else the agreement above would say little."""
+    from verl_support import scores
+
+    given = scores()
+    _, _, stats, correction = by_algo(Method(weights="cumulative-share"), given)
+    assert min(int(stats.clipped_high), int(stats.clipped_low), int(stats.dual_clipped)) >= 2
+    assert int((correction == 5.0).sum()) >= 2
+    _, _, stats, _ = by_algo(Method(weights="cumulative-share", dual_clip=float("inf")), given)
+    assert int(stats.dual_clipped) == 0
+
+
+def test_an_impossible_token_is_floored() -> None:
+    from verl_support import scores
+
+    given = scores()
+    given["teacher"][4, 2] = -torch.inf
+    loss, gradient = by_verl(Method(weights="survival"), given, 17)
+    expected, expected_gradient, _, _ = by_algo(Method(weights="survival"), given)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_a_padded_batch_gives_the_same() -> None:
+    """The older trainer of verl pads prompts on the left and responses on the right."""
+    from verl.trainer.distillation.losses import distillation_ppo_loss
+    from verl.utils import tensordict_utils as tu
+
+    from verl_support import LENGTHS, PROMPTS, loss_settings, method_config, model_output, nested, scores, verl_batch, whole
+
+    method = Method(weights="cumulative-share")
+    given = scores()
+    data = verl_batch(given, threshold=5.0, reference=False)
+    for name in ("response_mask", "old_log_probs", "rollout_is_weights", "advantages", "responses"):
+        data[name] = data[name].to_padded_tensor(0)
+    width = max(PROMPTS)
+    columns = torch.arange(width + max(LENGTHS))[None] - width
+    before, after = torch.tensor(PROMPTS)[:, None], torch.tensor(LENGTHS)[:, None]
+    data["attention_mask"] = ((columns >= -before) & (columns < after)).long()
+    data["prompts"] = torch.zeros(len(PROMPTS), width, dtype=torch.long)
+    data["teacher_logprobs"] = nested([row[:, None] for row in whole(given["teacher"])])
+    tu.assign_non_tensor(data, batch_num_tokens=sum(LENGTHS), dp_size=1, global_batch_size=len(LENGTHS))
+    actor, distillation = loss_settings(method_config(method))
+    current = given["current"].clone().requires_grad_()
+    output = model_output(data, current)
+    loss, _ = distillation_ppo_loss(config=actor, distillation_config=distillation, model_output=output, data=data)
+    loss.backward()
+    expected, expected_gradient, _, _ = by_algo(method, given)
+    assert float(loss.detach()) == pytest.approx(expected, abs=1e-6)
+    torch.testing.assert_close(current.grad, expected_gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_the_gap_is_made_of_old_logprobs_not_of_current_ones() -> None:
+    from iwopd.cluster.verl.losses import make_loss
+    from verl_support import loss_settings, method_config, model_output, scores, verl_batch
+
+    given = scores()
+    actor, distillation = loss_settings(method_config(Method(weights="cumulative-share")))
+    losses = []
+    for shift in (0.0, 3.0):
+        data = verl_batch(given, threshold=5.0, reference=False)
+        output = model_output(data, given["current"] - shift)
+        losses.append(make_loss("iw_opd")(actor, distillation, output, data)[0])
+    assert torch.equal(*losses)
+
+
+def test_upstream_still_does_not_pad_the_rollout_correction() -> None:
+    """With verl's own loss the ragged factors end in an error; when this test fails, `pad_rollout_weights` can go."""
+    from verl.trainer.distillation.losses import distillation_ppo_loss
+
+    from verl_support import loss_settings, micro_batches, model_output, scores, verl_batch, verl_config
+
+    given = scores()
+    overrides = ["loss_mode=k1", "use_policy_gradient=true", "use_task_rewards=false"]
+    actor, distillation = loss_settings(verl_config(*(f"distillation.distillation_loss.{item}" for item in overrides)))
+    (data,) = micro_batches(verl_batch(given, threshold=5.0, reference=False), tokens=1000, dp_size=1)
+    output = model_output(data, given["current"])
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=r"(?i)nested|ragged|jagged"):
+        distillation_ppo_loss(config=actor, distillation_config=distillation, model_output=output, data=data)
+
+
+def by_verl(method: Method, given: dict[str, Tensor], tokens: int, settings: Any = None) -> tuple[float, Tensor]:
+    """Loss, and gradient by the current log-probs, of verl's code: the sum over micro-batches, the mean over ranks."""
+    from verl.trainer.distillation.losses import distillation_ppo_loss
+
+    from iwopd.cluster.verl.hook import before_the_split
+    from verl_support import loss_settings, method_config, micro_batches, model_output, verl_batch
+
+    actor, distillation = settings or loss_settings(method_config(method))
+    data = verl_batch(given, threshold=method.correction_threshold, reference=method.advantage == "exopd")
+    columns, _ = before_the_split(data, distillation.distillation_loss.settings, PROGRESS)
+    assert bool(columns) == (Settings(method).whole_batch is not None)
+    data.update(columns)
+    current = given["current"].clone().requires_grad_()
+    total = 0.0
+    parts = micro_batches(data, tokens=tokens, dp_size=DP)
+    assert (len(parts) > 1) == (tokens < 100)
+    for part in parts:
+        output = model_output(part, current)
+        loss, _ = distillation_ppo_loss(config=actor, distillation_config=distillation, model_output=output, data=part)
+        (loss / DP).backward()
+        total += float(loss.detach()) / DP
+    assert current.grad is not None
+    return total, current.grad
+
+
+def by_algo(method: Method, given: dict[str, Tensor]) -> tuple[float, Tensor, algo.PolicyStats, Tensor]:
+    """The same as the local learner computes it, on the whole batch; with the loss's statistics and the correction."""
+    mask = given["mask"]
+    signal: TrainingSignal = training_signal(
+        given["teacher"],
+        given["old"],
+        mask,
+        progress=PROGRESS,
+        reference_logprobs=given["reference"] if method.advantage == "exopd" else None,
+        **method.signal,
+    )
+    correction = algo.rollout_correction(given["old"], given["rollout"], mask, method.correction_threshold)
+    current = given["current"].clone().requires_grad_()
+    out = algo.policy_loss(
+        current,
+        given["old"],
+        signal.advantages,
+        signal.supervised,
+        denominator=int(signal.supervised.sum()),
+        clip=method.clip,
+        dual_clip=None if method.dual_clip == float("inf") else method.dual_clip,
+        correction=correction,
+    )
+    out.loss.backward()
+    assert current.grad is not None
+    return float(out.loss.detach()), current.grad, out.stats, correction
