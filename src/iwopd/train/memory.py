@@ -83,6 +83,7 @@ def step_memory(
     logits_bytes: float = 0,
     engine_bytes: float = 0,
     engine_shards: int = 1,
+    counted: ParameterCount | None = None,
 ) -> StepMemory:
     """The memory of a step on one device.
 
@@ -104,8 +105,9 @@ def step_memory(
             that makes one; 0: the fused head's chunks.
         engine_bytes: of a parameter in the rollout engine's own copy; 0: it has none.
         engine_shards: devices over which one copy of the engine is spread.
+        counted: the student's parameters, where they have been counted already.
     """
-    counted = count_parameters(student)
+    counted = counted or count_parameters(student)
     size = counted.total
     updated = size if trained is None else trained
     adapter = 0.0 if trained is None else 4 * trained

@@ -38,18 +38,32 @@ def _rate(mean: float, most: int) -> float:
     return math.sqrt(low * high)
 
 
-def step_seconds(model: Model, gpu: Gpu, rates: Rates, shards: int, rows: int, context: float) -> float:
+def step_seconds(
+    model: Model, gpu: Gpu, rates: Rates, shards: int, rows: int, context: float, number_bytes: float = 2
+) -> float:
     """One decoding step of `rows` rows with `context` tokens in their caches, on `shards` GPUs."""
-    reading = decode_bytes(model, rows, context) / (shards * gpu.bandwidth * rates.decode_bandwidth)
+    read = decode_bytes(model, rows, context, number_bytes, number_bytes)
+    reading = read / (shards * gpu.bandwidth * rates.decode_bandwidth)
     computing = decode_flops(model, rows, context) / (shards * gpu.flops * rates.decode_flops)
     exchange = 2 * model.layers * rates.exchange_seconds if shards > 1 else 0.0
     return max(reading, computing) + model.layers * rates.layer_seconds + rows * rates.row_seconds + exchange
 
 
 def decode_seconds(
-    model: Model, gpu: Gpu, rates: Rates, *, shards: int, lengths: Sequence[int], prompt: int, most_rows: int
+    model: Model,
+    gpu: Gpu,
+    rates: Rates,
+    *,
+    shards: int,
+    lengths: Sequence[int],
+    prompt: int,
+    most_rows: int,
+    number_bytes: float = 2,
 ) -> float:
-    """Answers of these lengths on one engine with at most `most_rows` under way; a free place is taken at once."""
+    """Answers of these lengths on one engine with at most `most_rows` under way; a free place is taken at once.
+
+    number_bytes: of a number in weights and cache.
+    """
     waiting = list(reversed(lengths))
     ends: list[tuple[int, int]] = []  # (step at which a row ends, step at which it began)
     seconds, now, context = 0.0, 0, 0
@@ -60,7 +74,7 @@ def decode_seconds(
         until = ends[0][0]
         rows, steps = len(ends), until - now
         if steps:
-            seconds += steps * step_seconds(model, gpu, rates, shards, rows, context + rows * steps / 2)
+            seconds += steps * step_seconds(model, gpu, rates, shards, rows, context + rows * steps / 2, number_bytes)
         context += rows * steps
         now = until
         while ends and ends[0][0] == now:
