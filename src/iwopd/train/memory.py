@@ -80,6 +80,7 @@ def step_memory(
     shards: int = 1,
     teacher_shards: int | None = None,
     gathers: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS_GPU,
     logits_bytes: float = 0,
     engine_bytes: float = 0,
     engine_shards: int = 1,
@@ -101,6 +102,7 @@ def step_memory(
         shards: devices over which weights, gradients and moments are spread (FSDP).
         teacher_shards: devices over which the teacher is spread; None: as the student.
         gathers: count what FSDP makes whole for the moment, too.
+        chunk_elements: of the fused head's buffers.
         logits_bytes: of each number in a whole [tokens, vocabulary] matrix of logits, all its copies together, for a trainer
             that makes one; 0: the fused head's chunks.
         engine_bytes: of a parameter in the rollout engine's own copy; 0: it has none.
@@ -118,7 +120,8 @@ def step_memory(
         teacher=0.0 if teacher is None else parameter_count(teacher) * teacher_bytes / (teacher_shards or shards),
         reference=size * reference_bytes / shards,
         activations=micro_batch_tokens * activation_elements(student, gradient_checkpointing) * compute_bytes,
-        head=_head(student, micro_batch_tokens, logits_bytes, trained is None),
+        head=(micro_batch_tokens * _vocabulary(student) * logits_bytes if logits_bytes else 4 * chunk_elements)
+        + (4 * counted.head if trained is None else 0),
         kv_cache=cached_tokens * cache_elements(student) * compute_bytes,
         gathered=2 * compute_bytes * (counted.outside + 2 * counted.largest_layer) if gathers else 0.0,
         engine=size * engine_bytes / engine_shards,
@@ -212,12 +215,6 @@ def head_sizes(text: Any) -> tuple[int, int, int]:
 def _layer(name: str) -> str | None:
     """Number of the layer that a parameter belongs to: the first number in its name."""
     return next((part for part in name.split(".") if part.isdigit()), None)
-
-
-def _head(student: Any, tokens: int, logits_bytes: float, trained: bool) -> float:
-    vocabulary = _vocabulary(student)
-    logits = tokens * vocabulary * logits_bytes if logits_bytes else 4 * CHUNK_ELEMENTS_GPU
-    return logits + (4 * vocabulary * student.get_text_config().hidden_size if trained else 0)
 
 
 def _vocabulary(config: Any) -> int:

@@ -99,8 +99,8 @@ def layouts(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int) -> Iterator[Layo
     if not found:
         raise PlanError(
             f"no split of {nodes} x {gpus_per_node} GPUs between student and teacher works: the student's must divide the "
-            f"{job.rollouts // job.config.optim.mini_batches} rollouts of an update, the teacher's be whole machines or the same "
-            "number on each; change --nodes, cluster.teacher_gpus or rollout.prompts_per_step"
+            f"{job.rollouts // job.config.optim.mini_batches} rollouts of an update, the teacher's be whole machines or the "
+            "same number on each; change --nodes, cluster.teacher_gpus or rollout.prompts_per_step"
         )
 
 
