@@ -73,7 +73,7 @@ OTHER = {
     "rollout.top_k": 20,
     "rollout.stop_tokens": ["<end>"],
     "rollout.truncated": "mask",
-    "rollout.chunks": 3,
+    "rollout.overlap": False,
     "vllm.dtype": "float16",
     "vllm.max_model_len": 4096,
     "vllm.memory_share": 0.6,
