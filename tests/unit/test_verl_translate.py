@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -338,7 +339,7 @@ def test_the_examples_of_the_documentation_can_be_read() -> None:
     assert job["kind"] == "RayJob"
     for text in (script, job["spec"]["entrypoint"]):
         words = shlex.split(text.partition("iwopd train")[2].partition("&")[0])
-        given = dict(zip(words, words[1:], strict=False))
+        given = dict(pairwise(words))
         assert (given["--engine"], given["--nodes"], given["--gpus-per-node"]) == ("verl", "4", "8")
         settings_named = {word.removeprefix("--").replace("-", "_") for word in words if "." in word and word.startswith("--")}
         assert settings_named <= set(FIELDS)
