@@ -12,7 +12,6 @@ from types import FrameType
 from iwopd import tiny
 from iwopd.cluster.verl.checks import check_installed, check_settings, examine
 from iwopd.cluster.verl.convert import adopt, check_ranks, newest
-from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
 from iwopd.cluster.verl.job import LOCAL, Job, check_size, command, ray_address, shown
 from iwopd.cluster.verl.metrics import MetricsFile, step_stats
@@ -123,7 +122,7 @@ def _follow(
                 tracker.step(step_stats(config, step, numbers))
                 last = time.monotonic()
             answers.look(step)
-            for evaluation in answers.finished(wait=code == 0):
+            for evaluation in answers.finished(wait=code is not None):
                 tracker.evaluation(evaluation, 0.0)
             saved = max([saved, *adopt(config, run, where.checkpoints)])
             if code is not None:
@@ -189,6 +188,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in handlers.items():
             os_signal.signal(number, handler)
-
-
-__all__ = ["VerlError", "dry_run", "run_on_verl"]
