@@ -3,6 +3,7 @@
 # make test-real   trains a real pretrained model (SmolLM2-135M from PyPI, 93 MB; a quarter of an hour with two cores)
 # make lint    ruff and mypy
 # make test-vllm   tests against the real vLLM, in an environment of its own, .venv-vllm/ (3.5 GB)
+# make test-cluster   whole jobs on verl (Ray, servers, two workers; CPU is enough), and what happens when parts of them die
 # make bench   benchmarks (half an hour; prints the tables of docs/performance.md and docs/evaluation.md)
 # make demo    the demonstration
 
@@ -13,7 +14,7 @@ STAMP  := $(VENV)/.installed
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup test test-real test-vllm lint format bench demo clean
+.PHONY: setup test test-real test-vllm test-cluster lint format bench demo clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -48,6 +49,9 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM_STAMP)
 	@$(VLLM_VENV)/bin/python -m pytest -c tests/vllm/pytest.ini tests/vllm
+
+test-cluster: setup
+	@$(BIN)/python -m pytest -c tests/cluster/pytest.ini tests/cluster
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -90,7 +90,7 @@ def _run_on_verl(options: argparse.Namespace, config: Config, folder: Path) -> i
     from iwopd.train.progress import pretraining_progress
 
     if options.dry_run:
-        print(dry_run(config, folder, resume=options.resume))
+        print(dry_run(config, folder, resume=options.resume, address=options.ray_address))
         return 0
     with pretraining_progress() as progress:
         step = run_on_verl(

@@ -54,7 +54,7 @@ def check_settings(config: Config) -> None:
 
 def check_installed() -> None:
     """Whether verl and Ray are there, in the version that was tested."""
-    for package in ("verl", "ray"):
+    for package in ("verl", "ray", "transfer_queue"):
         if importlib.util.find_spec(package) is None:
             raise VerlError(f"--engine verl needs {package}, which is not installed: pip install 'iwopd[verl]'")
     if (found := version("verl")) != VERL:

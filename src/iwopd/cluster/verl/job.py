@@ -20,6 +20,10 @@ from iwopd.config import Config
 PROGRAM = "iwopd.cluster.verl.main"
 TESTING = "IWOPD_VERL_CPU"
 """Set to 1, it lets verl run on CPUs, for tests (`testing.py`)."""
+LOCAL = "local"
+"""The address of a Ray that is started for the run."""
+CONNECT = 60.0
+"""Seconds that a Ray cluster has to answer."""
 GRACE = 60.0
 """Seconds that Ray gets to end its workers before the process is killed."""
 _ERROR = re.compile(r"^(?:\([^)]*\) )?(?:[\w.]+\.)?\w*(?:Error|Exception|Killed|OutOfMemory)\w*\b.*")
@@ -30,22 +34,21 @@ print(json.dumps([node["Resources"].get("GPU", 0) for node in ray.nodes() if nod
 """
 
 
-def command(config: Config, where: Places, resume: Path | None = None) -> tuple[list[str], dict[str, str]]:
+def command(config: Config, where: Places, address: str, resume: Path | None = None) -> tuple[list[str], dict[str, str]]:
     """Arguments of Python, and the environment variables that go with them."""
     variables = environment(config, where)
-    extra: list[str] = []
-    if os.environ.get(TESTING) == "1":
-        from iwopd.cluster.verl import testing
-
-        variables |= testing.environment()
-        extra = testing.overrides()
     overrides = [
         f"hydra.run.dir={literal(str(where.folder / 'hydra'))}",
         *translate(config, where, resume),
         *environment_overrides(variables),
-        *extra,
     ]
-    return ["-m", PROGRAM, *overrides], variables
+    if os.environ.get(TESTING) == "1":
+        from iwopd.cluster.verl import testing
+
+        variables |= testing.environment()
+        gpus = config.cluster.nodes * config.cluster.gpus_per_node
+        overrides += testing.overrides(gpus if address == LOCAL else None)
+    return ["-m", PROGRAM, *overrides], {"RAY_ADDRESS": address, **variables}
 
 
 def shown(arguments: Sequence[str], variables: Mapping[str, str], python: str = "python") -> str:
@@ -56,7 +59,7 @@ def shown(arguments: Sequence[str], variables: Mapping[str, str], python: str = 
 
 def ray_address(given: str | None) -> str:
     """Where Ray is: as given, as RAY_ADDRESS says, or `local`: started for this run."""
-    address = given or os.environ.get("RAY_ADDRESS") or "local"
+    address = given or os.environ.get("RAY_ADDRESS") or LOCAL
     if address.startswith(("http://", "https://")):
         raise VerlError(
             f"the Ray address {address} takes jobs, and the launcher wants to be one: "
@@ -69,7 +72,7 @@ def check_size(config: Config, address: str) -> None:
     """Refuse a cluster that is smaller than asked for, before verl has spent minutes on finding out."""
     wanted, each = config.cluster.nodes, config.cluster.gpus_per_node
     asked = f"cluster.nodes x cluster.gpus_per_node asks for {wanted} x {each} GPUs"
-    if address == "local":
+    if address == LOCAL:
         if os.environ.get(TESTING) == "1":
             return
         import torch
@@ -89,7 +92,7 @@ def check_size(config: Config, address: str) -> None:
 
 def _ask(address: str) -> list[float]:
     try:
-        done = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True, timeout=CONNECT)
     except subprocess.TimeoutExpired:
         raise VerlError(
             f"no Ray cluster answers at {address}: start it (ray start --head), or leave --ray-address out"
@@ -106,9 +109,9 @@ def _ask(address: str) -> list[float]:
 class Job:
     """The running program. It has a session of its own, so that a Ctrl-C at the terminal reaches the launcher alone."""
 
-    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str], address: str, log: Path) -> None:
+    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
         self.log = log
-        place = {**os.environ, **variables, "RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"}
+        place = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *arguments],

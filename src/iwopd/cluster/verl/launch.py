@@ -13,7 +13,7 @@ from iwopd import tiny
 from iwopd.cluster.verl.checks import check_installed, check_settings, examine
 from iwopd.cluster.verl.convert import adopt, check_ranks, newest
 from iwopd.cluster.verl.errors import VerlError
-from iwopd.cluster.verl.job import Job, check_size, command, ray_address, shown
+from iwopd.cluster.verl.job import LOCAL, Job, check_size, command, ray_address, shown
 from iwopd.cluster.verl.metrics import MetricsFile, step_stats
 from iwopd.cluster.verl.pools import pools
 from iwopd.cluster.verl.prompts import load_order, write_prompts
@@ -30,12 +30,12 @@ POLL = 0.5
 """Seconds between two looks at the job."""
 
 
-def dry_run(config: Config, folder: Path, *, resume: bool = False) -> str:
+def dry_run(config: Config, folder: Path, *, resume: bool = False, address: str | None = None) -> str:
     """The command that would be run. Needs no network, no models, neither verl nor Ray, and writes nothing."""
     check_settings(config)
     where = places(config, folder, _launches(folder) + 1)
     found = newest(where.checkpoints) if resume else None
-    return shown(*command(config, where, found[1] if found else None))
+    return shown(*command(config, where, ray_address(address), found[1] if found else None))
 
 
 def run_on_verl(
@@ -73,14 +73,14 @@ def run_on_verl(
             tracker.say(f"{folder} has all its {config.steps} steps")
             return done[0]
         write_prompts(config, order, tokenizer, where)
-        arguments, variables = command(config, where, done[1] if done else None)
+        arguments, variables = command(config, where, address, done[1] if done else None)
         write_atomic(where.folder / "command.sh", shown(arguments, variables) + "\n")
         log = where.folder / where.metrics.name.replace("metrics", "log").replace(".jsonl", ".txt")
         if done:
             tracker.say(f"resuming {folder} after step {done[0]}")
-        tracker.say(f"starting verl ({'a Ray of its own' if address == 'local' else f'Ray at {address}'}); its output: {log}")
+        tracker.say(f"starting verl ({'a Ray of its own' if address == LOCAL else f'Ray at {address}'}); its output: {log}")
         with _signals() as received:
-            job = Job(arguments, variables, address, log)
+            job = Job(arguments, variables, log)
             return _follow(config, run, where, job, tracker, received, done[0] if done else 0)
     finally:
         tracker.close()

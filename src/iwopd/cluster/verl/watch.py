@@ -36,7 +36,7 @@ class Watch:
         if now - self._checked >= CHECK_SECONDS:
             self._checked = now
             if dead := self.dead():
-                raise VerlError(f"{_named(dead)} died while rollouts were written; Ray's logs have its last words. {AGAIN}")
+                raise VerlError(f"{_named(dead)} died while rollouts were written; Ray's logs have its last words")
         return self._poll(partition_id, last_debug_time)  # type: ignore[no-any-return]
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
@@ -54,10 +54,7 @@ class Watch:
         time.sleep(GRACE_SECONDS)
         dead = self.dead()
         cause = f"{_named(dead)} died" if dead else "their errors stand above or in Ray's logs"
-        raise VerlError(
-            f"step {global_steps}: {wanted - found} of {wanted} rollouts failed while they were written or scored: {cause}. "
-            f"{AGAIN}"
-        )
+        raise VerlError(f"step {global_steps}: {wanted - found} of {wanted} rollouts failed (written or scored): {cause}")
 
     def dead(self) -> list[str]:
         """Names of the actors that are no more. One question to each is always under way: busy ones answer later."""
@@ -75,9 +72,6 @@ class Watch:
                 except ray.exceptions.RayActorError:
                     dead.append(name)
         return dead
-
-
-AGAIN = "Start the same command with --resume: it goes on from the last checkpoint"
 
 
 def rollout_actors(trainer: Any) -> dict[str, Any]:

@@ -1,0 +1,316 @@
+"""A recipe as verl's settings: nothing of it is lost, verl's own config knows every key, and the prompts come in our order."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from iwopd.cluster.verl.checks import check_settings
+from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.fields import FIELDS
+from iwopd.cluster.verl.prompts import load_order, messages, write_prompts
+from iwopd.cluster.verl.translate import environment_overrides, literal, places, translate
+from iwopd.config import Config, make_config, settings
+from iwopd.data.fields import DataError
+from iwopd.types import Prompt
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+BASE = {
+    "models": {"student": "org/student", "teacher": "org/teacher"},
+    "data": {"prompts": "prompts.jsonl"},
+    "rollout": {"max_tokens": 100, "prompts_per_step": 48},
+}
+WORLD = {"models": {"world": "clean"}, "rollout": {"prompts_per_step": 48}}
+
+OTHER = {
+    "seed": 3,
+    "steps": 7,
+    "threads": 2,
+    "precision": "bf16",
+    "models.world": "drift",
+    "models.student_size": "large",
+    "models.teacher_size": "weak",
+    "models.lineage": 1,
+    "models.student": "org/other",
+    "models.teacher": "org/other",
+    "models.reference": "org/other",
+    "models.student_gguf_file": "a.gguf",
+    "models.teacher_gguf_file": "a.gguf",
+    "models.reference_gguf_file": "a.gguf",
+    "models.student_revision": "abc",
+    "models.teacher_revision": "abc",
+    "models.reference_revision": "abc",
+    "models.dtype": "bfloat16",
+    "models.teacher_dtype": "bfloat16",
+    "models.attention": "sdpa",
+    "models.teacher_device": "cuda:1",
+    "models.trust_remote_code": True,
+    "lora.rank": 8,
+    "lora.alpha": 16.0,
+    "lora.targets": ["q_proj"],
+    "lora.quantize": "4bit",
+    "data.max_prompt_tokens": 64,
+    "method.advantage": "exopd",
+    "method.weights": "linear-decay",
+    "method.params": {"normalize": "mean-one"},
+    "method.scale": 1.5,
+    "method.weighting": "advantage",
+    "method.clip": 0.3,
+    "method.dual_clip": 4.0,
+    "method.correction_threshold": 2.0,
+    "method.entropy_coef": 0.1,
+    "method.kl_coef": 0.1,
+    "rollout.engine": "server",
+    "rollout.prompts_per_step": 96,
+    "rollout.samples": 2,
+    "rollout.max_tokens": 50,
+    "rollout.temperature": 0.7,
+    "rollout.top_p": 0.9,
+    "rollout.top_k": 20,
+    "rollout.stop_tokens": ["<end>"],
+    "rollout.truncated": "mask",
+    "rollout.chunks": 3,
+    "vllm.dtype": "float16",
+    "vllm.max_model_len": 4096,
+    "vllm.memory_share": 0.6,
+    "vllm.cache_gb": 2.0,
+    "vllm.tensor_parallel": 2,
+    "vllm.eager": True,
+    "vllm.sleep": True,
+    "vllm.url": "http://gpu1:8000",
+    "vllm.name": "student",
+    "vllm.weights_folder": "/weights",
+    "vllm.api_key_env": "KEY",
+    "vllm.max_in_flight": 3,
+    "vllm.request_timeout": 3.0,
+    "vllm.patience": 3.0,
+    "vllm.mismatch_limit": 0.1,
+    "optim.lr": 3e-5,
+    "optim.betas": (0.8, 0.9),
+    "optim.eps": 1e-6,
+    "optim.weight_decay": 0.1,
+    "optim.grad_clip": 0.5,
+    "optim.ppo_epochs": 2,
+    "optim.mini_batches": 2,
+    "optim.token_budget": 100_000,
+    "optim.gradient_checkpointing": True,
+    "eval.every": 3,
+    "eval.tasks": ["aime24"],
+    "eval.data": {"aime24": "a.jsonl"},
+    "eval.prompts": 3,
+    "eval.samples": 3,
+    "eval.temperature": 0.5,
+    "eval.max_tokens": 30,
+    "eval.kept_rollouts": 1,
+    "checkpoint.every": 3,
+    "checkpoint.keep": 5,
+    "checkpoint.best": "aime24",
+    "tracking.project": "other",
+    "teacher.urls": ["http://gpu1:8000"],
+    "teacher.name": "teacher",
+    "teacher.dialect": "sglang",
+    "teacher.api_key_env": "KEY",
+    "teacher.max_in_flight": 3,
+    "teacher.tokens_per_request": 3,
+    "teacher.request_timeout": 3.0,
+    "teacher.patience": 3.0,
+    "teacher.deadline": 3.0,
+    "teacher.system": "You know better.",
+    "teacher.user": "{prompt} ({answer})",
+    "teacher.others": {"code": {"model": "org/coder"}},
+    "cluster.nodes": 2,
+    "cluster.gpus_per_node": 16,
+    "cluster.teacher_gpus": 2,
+    "cluster.teacher_tensor_parallel": 2,
+    "cluster.teacher_memory_share": 0.5,
+    "cluster.backend": "sglang",
+    "cluster.strategy": "fsdp",
+    "cluster.sequence_parallel": 2,
+    "cluster.offload": True,
+    "cluster.save_hf": False,
+    "cluster.checkpoints": "/shared/checkpoints",
+    "cluster.overrides": ["trainer.balance_batch=false"],
+}
+"""Another value than the default for every setting that is mapped, unused or limited."""
+COMPANIONS = {
+    "models.student_size": WORLD,
+    "models.teacher_size": WORLD,
+    "models.lineage": WORLD,
+    "models.reference_gguf_file": {"models": {"reference": "org/student"}},
+    "models.reference_revision": {"models": {"reference": "org/student"}},
+    "lora.quantize": {"lora": {"rank": 8}},
+    "rollout.engine": {"vllm": {"url": "http://gpu1:8000", "weights_folder": "/weights"}},
+}
+
+
+def _config(name: str | None = None) -> Config:
+    tree = json.loads(json.dumps(WORLD if name == "models.world" or COMPANIONS.get(name) is WORLD else BASE))
+    for section, values in COMPANIONS.get(name, {}).items():
+        tree.setdefault(section, {}).update(values)
+    if name is not None:
+        *sections, last = name.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = OTHER[name]
+    return make_config(tree)
+
+
+def _overrides(config: Config) -> list[str]:
+    return translate(config, places(config, Path("/runs/a")))
+
+
+def _names(kind: str) -> list[str]:
+    return [name for name, treatment in FIELDS.items() if treatment.kind == kind]
+
+
+def test_every_setting_has_a_treatment() -> None:
+    assert list(FIELDS) != []
+    assert {name for name, _ in settings()} == set(FIELDS)
+    assert all(
+        treatment.text and (treatment.kind == "only") == (treatment.allowed is not None) for treatment in FIELDS.values()
+    )
+
+
+@pytest.mark.parametrize("name", _names("mapped"))
+def test_a_mapped_setting_reaches_verl(name: str) -> None:
+    plain = _config() if COMPANIONS.get(name) is not WORLD and name != "models.world" else make_config(WORLD)
+    assert _overrides(_config(name)) != _overrides(plain)
+
+
+@pytest.mark.parametrize("name", _names("unused"))
+def test_an_unused_setting_changes_nothing(name: str) -> None:
+    assert _overrides(_config(name)) == _overrides(_config())
+    check_settings(_config(name))
+
+
+@pytest.mark.parametrize("name", _names("only"))
+def test_what_verl_cannot_do_is_refused_by_name(name: str) -> None:
+    with pytest.raises(VerlError) as caught:
+        check_settings(_config(name))
+    lines = [line for line in str(caught.value).splitlines() if line.strip().startswith(f"{name} is")]
+    assert len(lines) == 1
+    assert FIELDS[name].text in lines[0]
+    check_settings(_config())  # the default is fine
+
+
+def test_values_in_hydras_grammar() -> None:
+    values = {"a b": '"a b"', "a/b.c-d": "a/b.c-d", "1": '"1"', "null": '"null"', "ü": '"ü"', "it's": '"it\'s"'}
+    assert {value: literal(value) for value in values} == values
+    assert literal({"a": [1, None, True], "b": 1e-05}) == "{a:[1,null,true],b:1e-05}"
+    assert environment_overrides({"A": "1"}) == ['+ray_kwargs.ray_init.runtime_env.env_vars.A="1"']
+
+
+COMPOSE = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.config import RolloutConfig
+
+results = []
+for overrides in json.load(sys.stdin):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        tree = compose("ppo_trainer", overrides)
+    critic, reference = need_critic(tree), need_reference_policy(tree)
+    validate_config(tree, reference, critic)
+    actor = omega_conf_to_dataclass(tree.actor_rollout_ref.actor)
+    rollout = omega_conf_to_dataclass(tree.actor_rollout_ref.rollout)
+    teachers = omega_conf_to_dataclass(tree.distillation).teacher_models
+    results.append({
+        "tree": OmegaConf.to_container(tree, resolve=True),
+        "critic": critic, "reference": reference,
+        "betas": list(actor.optim.betas), "eps": actor.optim.override_optimizer_config["eps"],
+        "strategy": actor.engine.strategy, "mixed": dict(actor.engine.mixed_precision), "response": rollout.response_length,
+        "teachers": {key: [t.model_path, t.num_replicas, t.inference.name, t.inference.max_model_len]
+                     for key, t in teachers.items()},
+    })
+print("RESULT" + json.dumps(results, default=str))
+"""
+
+
+@pytest.mark.slow
+def test_verls_own_config_knows_every_key() -> None:
+    paper = "paper/qwen3-1.7b-from-qwen3-30b-a3b-instruct-2507-iw-exopd-math.toml"
+    from iwopd.config import load_config
+
+    configs = [
+        load_config(RECIPES / paper, {"cluster.nodes": 4}),
+        load_config(RECIPES / "tiny" / "iw-opd.toml", {"cluster.gpus_per_node": 2}),
+        _config("teacher.others"),
+        *(_config(name) for name in ("models.attention", "cluster.offload", "method.weights", "cluster.overrides")),
+    ]
+    given = [[*_overrides(config), *environment_overrides({"A": "1"})] for config in configs]
+    environment = {name: value for name, value in os.environ.items() if name != "IWOPD_VERL_CPU"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPOSE], input=json.dumps(given), capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    math, tiny, several, *_ = json.loads(done.stdout.partition("RESULT")[2])
+    assert math["reference"]
+    assert not any(result["critic"] for result in (math, tiny, several))
+    assert not tiny["reference"]
+    assert math["teachers"] == {"default": ["Qwen/Qwen3-30B-A3B-Instruct-2507", 16, "vllm", 2048 + 16384 + 1]}
+    assert several["teachers"] == {
+        "default": ["org/teacher", 2, "vllm", 2149],
+        "code": ["org/coder", 2, "vllm", 2149],
+    }
+    tree = math["tree"]
+    assert (tree["trainer"]["nnodes"], tree["trainer"]["n_gpus_per_node"]) == (2, 8)
+    assert (tree["distillation"]["nnodes"], tree["distillation"]["n_gpus_per_node"]) == (2, 8)
+    assert (math["betas"], math["eps"], math["strategy"]) == ([0.9, 0.999], 1e-8, "fsdp2")
+    assert math["mixed"] == {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    assert tiny["mixed"]["param_dtype"] == "fp32"
+    assert math["response"] == 16384
+    loss = tree["distillation"]["distillation_loss"]
+    wanted = {"use_policy_gradient": True, "use_task_rewards": False, "loss_max_clamp": None, "clip_ratio_c": 3.0}
+    assert {name: loss[name] for name in wanted} == wanted
+    correction = tree["algorithm"]["rollout_correction"]
+    assert (correction["rollout_is"], correction["rollout_is_threshold"]) == ("token", 5.0)
+    actor = tree["actor_rollout_ref"]["actor"]
+    assert (actor["loss_agg_mode"], actor["entropy_coeff"], actor["optim"]["lr"]) == ("token-mean", 0, 1e-5)
+    assert tree["data"]["apply_chat_template_kwargs"] == {"enable_thinking": False}
+    assert (tree["data"]["shuffle"], tree["data"]["truncation"]) == (False, "error")
+    assert tree["trainer"]["total_training_steps"] == 165
+
+
+def test_the_file_of_prompts_has_the_local_order(tmp_path: Path) -> None:
+    config = make_config({**WORLD, "steps": 40, "data": {"train_size": 150}})
+    order, tokenizer = load_order(config, lambda _: None)
+    where = places(config, tmp_path)
+    write_prompts(config, order, tokenizer, where)
+    rows = pq.read_table(where.train_file).to_pylist()
+    assert len(rows) == 40 * 48  # more than one epoch, more than one part of the file
+    for step in (1, 2, 17, 40):
+        part = rows[(step - 1) * 48 : step * 48]
+        assert [row["extra_info"]["id"] for row in part] == [prompt.id for prompt in order.batch(step)]
+        assert {row["extra_info"]["step"] for row in part} == {step}
+        for row, prompt in zip(part, order.batch(step), strict=True):
+            rendered = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, enable_thinking=False)
+            assert tuple(rendered["input_ids"]) == prompt.token_ids
+    assert {row["teacher"] for row in rows} == {"default"}
+    assert len(pq.read_table(where.val_file)) == 1
+    assert [path.name for path in where.folder.glob(".tmp*")] == []
+
+
+def test_prompts_that_verl_cannot_have_are_refused(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "2+2"}]
+    assert messages(Prompt("a", (1,), metadata={"messages": chat})) == chat
+    with pytest.raises(DataError, match=r"'a'.*role and text"):
+        messages(Prompt("a", (1,), metadata={"messages": [{"role": "user", "content": "x", "name": "y"}]}))
+    with pytest.raises(DataError, match=r"'a'.*not a chat"):
+        messages(Prompt("a", (1,)))
+    config = make_config(WORLD)
+    order, tokenizer = load_order(config, lambda _: None)
+    order.prompts = [Prompt(p.id, p.token_ids, teacher="nobody", metadata=p.metadata) for p in order.prompts]
+    with pytest.raises(DataError, match=r"'nobody'.*\['default'\]"):
+        write_prompts(config, order, tokenizer, places(config, tmp_path))
+    order.prompts = [Prompt(p.id, (*p.token_ids, 3), metadata=p.metadata) for p in order.prompts]
+    with pytest.raises(DataError, match="13 ids here and 12"):
+        write_prompts(config, order, tokenizer, places(config, tmp_path))
