@@ -100,8 +100,7 @@ OTHER = {
     "optim.gradient_checkpointing": True,
     "eval.every": 3,
     "eval.tasks": ["aime24"],
-    "eval.data": {"aime24": "a.jsonl"},
-    "eval.prompts": 3,
+    "eval.prompts": 0,
     "eval.samples": 3,
     "eval.temperature": 0.5,
     "eval.max_tokens": 30,
@@ -143,6 +142,8 @@ COMPANIONS = {
     "models.reference_gguf_file": {"models": {"reference": "org/student"}},
     "models.reference_revision": {"models": {"reference": "org/student"}},
     "lora.quantize": {"lora": {"rank": 8}},
+    "eval.every": {"eval": {"tasks": ["aime24"]}},
+    "eval.prompts": WORLD,
     "rollout.engine": {"vllm": {"url": "http://gpu1:8000", "weights_folder": "/weights"}},
 }
 

@@ -191,11 +191,12 @@ def _field(item: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:
 def _prompt(id_: str, text: str, answer: str | None, spec: TaskSpec, tokenizer: Any, thinking: bool, chat: bool) -> Prompt:
     if not chat:
         return Prompt(id_, encode(tokenizer, text), text, answer)
+    messages = [{"role": "user", "content": text}]
     try:
-        rendered = render(tokenizer, [{"role": "user", "content": text}], thinking=thinking)
+        rendered = render(tokenizer, messages, thinking=thinking)
     except ChatError as error:
         raise TaskError(f"task {spec.name!r}, problem {id_!r}: {error}; --no-chat gives a base model the bare text") from None
-    return Prompt(id_, rendered.token_ids, rendered.text, answer)
+    return Prompt(id_, rendered.token_ids, rendered.text, answer, metadata={"messages": messages})
 
 
 def _tiny(spec: TaskSpec, tokenizer: Any, count: int) -> Task:

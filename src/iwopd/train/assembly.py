@@ -73,7 +73,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         raise ConfigError("rollout.max_tokens is needed when no embedded world says how long answers are")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
-    tasks = _tasks(config, world, tokenizer, max_tokens)
+    tasks = load_tasks(config, world, tokenizer, max_tokens)
 
     ranks = Ranks()
     in_tasks = [len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts]
@@ -178,7 +178,7 @@ def training_sets(config: Config, tokenizer: Any) -> list[LoadedPrompts]:
     return [load_set(item, tokenizer, most) for item in chosen]
 
 
-def _tasks(config: Config, world: tiny.World | None, tokenizer: Any, max_tokens: int) -> list[Task]:
+def load_tasks(config: Config, world: tiny.World | None, tokenizer: Any, max_tokens: int) -> list[Task]:
     """What is evaluated in training: the named tasks, or the world's own."""
     settings = config.eval
     if not settings.prompts:

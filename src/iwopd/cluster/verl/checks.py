@@ -76,7 +76,7 @@ def _refused(config: Config) -> Iterator[str]:
         value = config
         for part in name.split("."):
             value = getattr(value, part)
-        if treatment.allowed is not None and not treatment.allowed(value):
+        if treatment.allowed is not None and not treatment.allowed(value, config):
             yield f"{name} is {value!r}: {treatment.text}"
     for name in ("student", "teacher"):
         path = getattr(config.models, name)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from iwopd.config import Config
+
 Kind = Literal["mapped", "data", "launcher", "unused", "only"]
 
 
@@ -21,8 +23,8 @@ class Treatment:
     kind: Kind
     text: str
     """The verl setting, the reason, or (for `only`) why other values are refused and the way out."""
-    allowed: Callable[[Any], bool] | None = None
-    """For `only`: whether verl can do a value."""
+    allowed: Callable[[Any, Config], bool] | None = None
+    """For `only`: whether verl can do a value, beside the other settings."""
 
 
 def _mapped(text: str) -> Treatment:
@@ -34,7 +36,7 @@ def _unused(text: str) -> Treatment:
 
 
 def _only(allowed: Any, text: str) -> Treatment:
-    return Treatment("only", text, allowed if callable(allowed) else lambda value: value == allowed)
+    return Treatment("only", text, allowed if callable(allowed) else lambda value, config: value == allowed)
 
 
 _LOSS = "distillation.distillation_loss"
@@ -48,7 +50,6 @@ _SERVER = "verl starts the teacher's servers itself, on cluster.teacher_gpus: le
 _SERVER_SETTING = "of teacher servers elsewhere; verl starts its own"
 _ENGINE_SERVER = "verl starts the rollout servers itself: leave it out"
 _LORA = "of an adapter, and lora.rank must be 0"
-_LATER = "verl's run is not evaluated while it trains; `iwopd eval RUN --step N` evaluates its checkpoints"
 
 FIELDS: dict[str, Treatment] = {
     "seed": _mapped(f"data.seed, {_ROLLOUT}.seed, {_ACTOR}.data_loader_seed, fsdp_config.seed; the order of the prompts"),
@@ -98,7 +99,8 @@ FIELDS: dict[str, Treatment] = {
     "method.kl_coef": _only(0, "verl drops the KL when it trains on the teacher alone: set it to 0, or use the local engine"),
     # --- rollouts ---------------------------------------------------------------------------------------------------
     "rollout.engine": _only(
-        lambda engine: engine != "server", "verl's own servers write (cluster.backend): set it to 'vllm', or leave it out"
+        lambda engine, config: engine != "server",
+        "verl's own servers write (cluster.backend): set it to 'vllm', or leave it out",
     ),
     "rollout.prompts_per_step": _mapped("data.train_batch_size"),
     "rollout.samples": _mapped(f"{_ROLLOUT}.n"),
@@ -135,17 +137,20 @@ FIELDS: dict[str, Treatment] = {
     "optim.token_budget": _mapped(f"{_ACTOR}.ppo_max_token_len_per_gpu, at least one whole rollout"),
     "optim.gradient_checkpointing": _mapped("actor_rollout_ref.model.enable_gradient_checkpointing"),
     # --- evaluation, checkpoints, tracking ----------------------------------------------------------------------------
-    "eval.every": _unused(_LATER),
-    "eval.tasks": _unused(_LATER),
-    "eval.data": _unused(_LATER),
-    "eval.prompts": _unused(_LATER),
-    "eval.samples": _unused(_LATER),
-    "eval.temperature": _unused(_LATER),
-    "eval.max_tokens": _unused(_LATER),
-    "eval.kept_rollouts": _unused(_LATER),
+    "eval.every": _mapped("trainer.test_freq"),
+    "eval.tasks": _mapped("trainer.test_freq, val_before_train; verl/val.parquet in the run directory"),
+    "eval.data": Treatment("data", "verl/val.parquet in the run directory"),
+    "eval.prompts": _mapped("trainer.test_freq, val_before_train; verl/val.parquet in the run directory"),
+    "eval.samples": _mapped(f"{_ROLLOUT}.val_kwargs.n"),
+    "eval.temperature": _mapped(f"{_ROLLOUT}.val_kwargs.temperature, do_sample"),
+    "eval.max_tokens": _only(
+        lambda limit, config: limit in (None, config.rollout.max_tokens),
+        "verl has one limit for answers, rollout.max_tokens: leave it out, and evaluate with `iwopd eval --model RUN`",
+    ),
+    "eval.kept_rollouts": _unused("verl keeps the answers as texts, in verl/validation-NNN, without log-probs"),
     "checkpoint.every": _mapped("trainer.save_freq"),
     "checkpoint.keep": _mapped("trainer.max_actor_ckpt_to_keep"),
-    "checkpoint.best": _only(None, f"{_LATER}, so none is known to be the best: leave it out"),
+    "checkpoint.best": _only(None, "verl saves every checkpoint.every steps, not when a score is the best: leave it out"),
     "tracking.console": Treatment("launcher", "how progress is shown"),
     "tracking.trackers": Treatment("launcher", "they get our names of verl's metrics"),
     "tracking.project": _mapped("trainer.project_name"),

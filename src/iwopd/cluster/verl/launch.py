@@ -13,6 +13,7 @@ from iwopd import tiny
 from iwopd.cluster.verl.checks import check_installed, check_settings, examine
 from iwopd.cluster.verl.convert import adopt, check_ranks, newest
 from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
 from iwopd.cluster.verl.job import LOCAL, Job, check_size, command, ray_address, shown
 from iwopd.cluster.verl.metrics import MetricsFile, step_stats
 from iwopd.cluster.verl.pools import pools
@@ -61,18 +62,17 @@ def run_on_verl(
     check_size(config, address)
     open_world(config, progress)  # verl finds the models there
     order, tokenizer = load_order(config, messages.append)
+    tasks = evaluated_tasks(config, tokenizer)
     where = places(config, folder, _launches(folder) + 1)
     done = _prepare(config, run, order.fingerprint(), where, resume=resume, allow_changes=allow_changes)
     tracker = Tracker(config, run)
     try:
         for message in messages:
             tracker.say(message)
-        if config.eval.prompts and (config.eval.tasks or config.models.world):
-            tracker.say(f"nothing is evaluated while verl trains: `iwopd eval {folder} --tasks ...` evaluates its checkpoints")
         if done and done[0] >= config.steps:
             tracker.say(f"{folder} has all its {config.steps} steps")
             return done[0]
-        write_prompts(config, order, tokenizer, where)
+        write_prompts(config, order, tokenizer, where, tasks)
         arguments, variables = command(config, where, address, done[1] if done else None)
         write_atomic(where.folder / "command.sh", shown(arguments, variables) + "\n")
         log = where.folder / where.metrics.name.replace("metrics", "log").replace(".jsonl", ".txt")
@@ -80,8 +80,9 @@ def run_on_verl(
             tracker.say(f"resuming {folder} after step {done[0]}")
         tracker.say(f"starting verl ({'a Ray of its own' if address == LOCAL else f'Ray at {address}'}); its output: {log}")
         with _signals() as received:
+            answers = Validations(tasks, where.validation)
             job = Job(arguments, variables, log)
-            return _follow(config, run, where, job, tracker, received, done[0] if done else 0)
+            return _follow(config, run, where, job, tracker, answers, received, done[0] if done else 0)
     finally:
         tracker.close()
 
@@ -103,7 +104,14 @@ def _prepare(
 
 
 def _follow(
-    config: Config, run: RunDirectory, where: Places, job: Job, tracker: Tracker, received: list[int], done: int
+    config: Config,
+    run: RunDirectory,
+    where: Places,
+    job: Job,
+    tracker: Tracker,
+    answers: Validations,
+    received: list[int],
+    done: int,
 ) -> int:
     """Pass on what the job does until it ends, of itself or because it must."""
     metrics, last = MetricsFile(where.metrics), time.monotonic()
@@ -114,6 +122,9 @@ def _follow(
             for step, numbers in metrics.new():
                 tracker.step(step_stats(config, step, numbers))
                 last = time.monotonic()
+            answers.look(step)
+            for evaluation in answers.finished(wait=code == 0):
+                tracker.evaluation(evaluation, 0.0)
             saved = max([saved, *adopt(config, run, where.checkpoints)])
             if code is not None:
                 break
@@ -130,6 +141,7 @@ def _follow(
             time.sleep(POLL)
     finally:
         job.end()
+        answers.close()
     if code or step < config.steps:
         why = job.last_words() or f"exit code {code}"
         raise TrainingStoppedError(

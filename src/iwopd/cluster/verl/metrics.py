@@ -62,7 +62,8 @@ class MetricsFile:
                     return
                 self._position += len(line)
                 record = json.loads(line)
-                yield int(record["step"]), record["data"]
+                if any(name.startswith("actor/") for name in record["data"]):  # else of an evaluation before the first step
+                    yield int(record["step"]), record["data"]
 
 
 def step_stats(config: Config, step: int, given: Mapping[str, Any]) -> StepStats:

@@ -8,16 +8,18 @@ messages itself, with the same tokenizer, chat template and thinking off; some a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from iwopd import tiny
+from iwopd.cluster.verl.evaluation import label
 from iwopd.cluster.verl.translate import DEFAULT_TEACHER, Places
 from iwopd.config import Config
 from iwopd.data.chat import render
 from iwopd.data.fields import DataError
 from iwopd.data.prompts import MixedOrder, PromptOrder
+from iwopd.eval.task import Task
 from iwopd.models import load_tokenizer
 from iwopd.train.assembly import prompt_order
 from iwopd.train.loading import source_of, world_recipe
@@ -41,10 +43,13 @@ def load_order(config: Config, notify: Callable[[str], None]) -> tuple[PromptOrd
     return prompt_order(config, None, tokenizer, notify), tokenizer
 
 
-def write_prompts(config: Config, order: PromptOrder | MixedOrder, tokenizer: Any, where: Places) -> None:
-    """Write the prompts of all steps, and the one that verl's validation would use."""
+def write_prompts(
+    config: Config, order: PromptOrder | MixedOrder, tokenizer: Any, where: Places, tasks: Sequence[Task] = ()
+) -> None:
+    """Write the prompts of all steps, and the problems of the evaluated tasks."""
     known = {DEFAULT_TEACHER, *config.teacher.others}
-    for prompt in order.prompts[:TRIED]:
+    problems = [prompt for task in tasks for prompt in task.prompts]
+    for prompt in [*order.prompts[:TRIED], *problems[:TRIED]]:
         ids = render(tokenizer, messages(prompt)).token_ids
         if ids != prompt.token_ids:
             raise DataError(
@@ -52,7 +57,11 @@ def write_prompts(config: Config, order: PromptOrder | MixedOrder, tokenizer: An
             )
     where.folder.mkdir(parents=True, exist_ok=True)
     _write(where.train_file, _steps(config, order, known))
-    _write(where.val_file, iter([[_row(order.batch(1)[0], 1, 0, known)]]))
+    rows = [{**_row(prompt, 0, 0, known), "data_source": task.name} for task in tasks for prompt in task.prompts]
+    names = [label(task, prompt) for task in tasks for prompt in task.prompts]
+    for row, name in zip(rows, names, strict=True):
+        row["reward_model"] = {"style": "rule", "ground_truth": name}
+    _write(where.val_file, iter([rows or [_row(order.batch(1)[0], 1, 0, known)]]))
 
 
 def messages(prompt: Prompt) -> list[dict[str, str]]:

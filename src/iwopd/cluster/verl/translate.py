@@ -38,6 +38,8 @@ class Places:
     checkpoints: Path
     metrics: Path
     """What verl's file logger writes: one file a launch, as it starts each with an empty one."""
+    validation: Path
+    """Where verl leaves the answers of evaluations: one folder a launch."""
 
     @property
     def folder(self) -> Path:
@@ -49,7 +51,7 @@ class Places:
 
     @property
     def val_file(self) -> Path:
-        """One row: verl opens such a file although nothing is validated."""
+        """Problems of the evaluated tasks; one row if there are none, as verl opens it all the same."""
         return self.folder / "val.parquet"
 
 
@@ -57,7 +59,7 @@ def places(config: Config, run: Path, launch: int = 1) -> Places:
     run = run.absolute()
     own = run / "verl"
     checkpoints = Path(config.cluster.checkpoints).absolute() if config.cluster.checkpoints else own / "checkpoints"
-    return Places(run, checkpoints, own / f"metrics-{launch:03d}.jsonl")
+    return Places(run, checkpoints, own / f"metrics-{launch:03d}.jsonl", own / f"validation-{launch:03d}")
 
 
 def translate(config: Config, where: Places, resume: Path | None = None) -> list[str]:
@@ -92,6 +94,11 @@ def response_tokens(config: Config) -> int:
     if limit is None:
         raise VerlError("rollout.max_tokens is needed when no embedded world says how long answers are")
     return limit
+
+
+def evaluates(config: Config) -> bool:
+    """Whether anything is evaluated while it trains."""
+    return config.eval.prompts > 0 and bool(config.eval.tasks or config.models.world)
 
 
 def prompt_tokens(config: Config) -> int:
@@ -191,6 +198,11 @@ def _rollout(config: Config) -> Pairs:
     yield f"{ROLLOUT}.top_k", -1
     yield f"{ROLLOUT}.do_sample", True
     yield f"{ROLLOUT}.ignore_eos", False
+    yield f"{ROLLOUT}.val_kwargs.n", config.eval.samples if config.eval.temperature else 1
+    yield f"{ROLLOUT}.val_kwargs.temperature", config.eval.temperature
+    yield f"{ROLLOUT}.val_kwargs.do_sample", config.eval.temperature > 0
+    yield f"{ROLLOUT}.val_kwargs.top_p", 1.0
+    yield f"{ROLLOUT}.val_kwargs.top_k", -1
     yield f"{ROLLOUT}.seed", config.seed
     yield f"{ROLLOUT}.dtype", vllm.dtype or ("bfloat16" if config.precision == "bf16" else config.models.dtype)
     yield f"{ROLLOUT}.max_model_len", vllm.max_model_len or longest
@@ -252,8 +264,9 @@ def _trainer(config: Config, where: Places, shared: Pools, resume: Path | None) 
     yield "trainer.default_local_dir", str(where.checkpoints)
     yield "trainer.resume_mode", "disable" if resume is None else "resume_path"
     yield "trainer.resume_from_path", None if resume is None else str(resume)
-    yield "trainer.val_before_train", False
-    yield "trainer.test_freq", -1
+    yield "trainer.val_before_train", evaluates(config) and resume is None
+    yield "trainer.test_freq", config.eval.every if evaluates(config) else -1
+    yield "trainer.validation_data_dir", str(where.validation) if evaluates(config) else None
     yield "trainer.logger", ["file"]
     yield "trainer.project_name", config.tracking.project
     yield "trainer.experiment_name", where.run.name
