@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import Qwen3Config, Qwen3MoeConfig
-
+from iwopd.cluster.plan.models import PUBLIC, make_config
 from iwopd.train.memory import GB, StepMemory, cache_elements, parameter_count, step_memory
 
 PROMPT, RESPONSE = 2048, 16384
@@ -17,42 +16,7 @@ SHORT = 4096
 """Response length of the small set-ups."""
 
 
-def _dense(hidden: int, inner: int, layers: int, heads: int) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    )
-
-
-def _moe(hidden: int, inner: int, layers: int, heads: int) -> Qwen3MoeConfig:
-    sizes: dict[str, Any] = {
-        "vocab_size": 151936,
-        "hidden_size": hidden,
-        "moe_intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 4,
-        "head_dim": 128,  # read by the model, although the class does not declare it
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "tie_word_embeddings": False,
-    }
-    return Qwen3MoeConfig(**sizes)
-
-
-CONFIGS: dict[str, Any] = {
-    "Qwen3-0.6B": _dense(1024, 3072, 28, 16),
-    "Qwen3-1.7B": _dense(2048, 6144, 28, 16),
-    "Qwen3-4B": _dense(2560, 9728, 36, 32),
-    "Qwen3-30B-A3B": _moe(2048, 768, 48, 32),
-    "Qwen3-235B-A22B": _moe(4096, 1536, 94, 64),
-}
+CONFIGS: dict[str, Any] = {name: make_config(shape) for name, shape in PUBLIC.items()}
 """Sizes of the public configs; the Instruct-2507 models have those of the model that they are named after."""
 
 

@@ -5,7 +5,7 @@
 
 Probe, 20 steps of OPD and of IW-OPD, reverse KL to the teacher on held-out prompts before and after, report. Writes `real.json`
 and `real.md` into the folder, and `real.svg` where matplotlib is installed. It shows that everything works on a real model and
-tokenizer; one seed and 20 steps of 4 prompts are far too few to tell the two methods apart. Started again, it goes on where it
+tokenizer; one seed and 20 steps of 8 prompts are far too few to tell the two methods apart. Started again, it goes on where it
 was.
 """
 
@@ -33,7 +33,7 @@ from iwopd.data.sources import records
 from iwopd.errors import UserError
 from iwopd.lm import ResponseModel
 from iwopd.methods import METHODS, TITLES
-from iwopd.models import load_model, stop_ids
+from iwopd.models import ModelSource, load_model, load_tokenizer, stop_ids
 from iwopd.report import write_report
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for models, runs and results")
     parser.add_argument("--data", type=Path, help="folder with gsm8k_train.jsonl and gsm8k_test.jsonl (default: IWOPD_DATA)")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--prompts-per-step", type=int, default=4)
+    parser.add_argument("--prompts-per-step", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="of probe and held-out KL; a run has one")
@@ -136,15 +136,10 @@ def settings(options: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def make_pair(out: Path) -> None:
     """Teacher and student as folders that transformers loads."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     if (out / "student" / "config.json").exists():
         return
-    folder = _package()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
-    # The file calls <|im_start|> the end of a sequence; the chat template ends answers with <|im_end|>.
-    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    source = ModelSource(str(_package()), gguf_file=GGUF)
+    tokenizer, loaded = load_tokenizer(source), load_model(source)
     weights = loaded.state_dict()
     for name, dropped in (("teacher", ()), ("student", DROPPED)):
         kept = [layer for layer in range(loaded.config.num_hidden_layers) if layer not in dropped]

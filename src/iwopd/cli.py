@@ -18,6 +18,7 @@ from iwopd.commands import (
     export,
     figures,
     methods,
+    plan,
     probe,
     report,
     reproduce,
@@ -30,7 +31,7 @@ from iwopd.errors import UserError
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command not in ("train", "doctor"):
+    if rest and options.command not in ("train", "doctor", "plan"):
         parser.error(f"unknown argument {rest[0]!r}; see `iwopd {options.command} --help`")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         demo,
         train,
         doctor,
+        plan,
         evaluate,
         compare,
         probe,

@@ -73,8 +73,6 @@ def test_a_student_from_a_gguf_file_trains_and_its_checkpoint_is_a_plain_folder(
 
 def test_the_model_card_tells_where_the_weights_come_from(tmp_path: Path) -> None:
     settings = save_pair(tmp_path) | {"steps": 2, "threads": torch.get_num_threads()}
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text("\n".join(json.dumps({"id": str(i), "prompt": f"{i}+1", "answer": str(i + 1)}) for i in range(4)))
     run_training(make_config(settings), tmp_path / "run")
     card = (tmp_path / "run" / "checkpoints" / "step-000002" / "model" / "README.md").read_text()
     for words in (

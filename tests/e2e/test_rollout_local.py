@@ -311,3 +311,30 @@ def test_logits_that_are_not_finite(path: Any, temperature: float) -> None:
     with pytest.raises(FloatingPointError, match=r"not finite at token 0 of an answer to prompt 'p\d'"):
         LocalSampler(model, SamplingSettings(8, temperature), path=path).sample(make_prompts(3), seed=0, step=0)
     assert model.training
+
+
+@pytest.mark.parametrize("path", ["lean", "model"])
+def test_a_listener_hears_of_finished_rollouts_while_others_are_written(path: Any) -> None:
+    model, prompts = build("qwen3"), make_prompts(24)
+    sampler = LocalSampler(model, SamplingSettings(max_tokens=60, stop_ids=(3, 40, 61)), path=path)
+    silent = sampler.sample(prompts, seed=0, step=0, samples=2)
+    steps, heard = [0], {}
+    model_step = (LeanDecoder if path == "lean" else ModelDecoder).step
+
+    def count(*arguments: Any) -> Tensor:
+        steps[0] += 1
+        return model_step(*arguments)
+
+    def listen(place: int, rollout: Rollout) -> None:
+        assert place not in heard
+        heard[place] = (steps[0], rollout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LeanDecoder if path == "lean" else ModelDecoder, "step", count)
+        told = sampler.sample(prompts, seed=0, step=0, samples=2, finished=listen)
+    assert texts(told) == texts(silent)
+    assert [heard[place][1] for place in range(48)] == told
+    shortest, longest = min(map(len, told)), max(map(len, told))
+    assert min(step for step, _ in heard.values()) < longest / 2  # early ones were not kept back
+    assert all(len(rollout) - 1 <= step for step, rollout in heard.values())
+    assert shortest < longest

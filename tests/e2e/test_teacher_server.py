@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from iwopd.cli import main
 from iwopd.config import make_config
+from iwopd.errors import UserError
 from iwopd.models import load_model
 from iwopd.teacher.checks import check_server
 from iwopd.teacher.errors import TeacherError
@@ -222,16 +223,25 @@ def test_training_with_a_server_is_training_with_a_local_teacher(
     assert_same_training(remote, local, start=Path(pair["models"]["student"]))
 
 
-@pytest.mark.parametrize("chunks", [2, 5, 16])
-def test_overlap_changes_nothing(chunks: int, pair: dict[str, Any], local: Path, tmp_path: Path) -> None:
-    rollout = {**pair["rollout"], "chunks": chunks}
+def test_the_doctor_tries_every_replica(pair: dict[str, Any], server: str, processes: Processes, tmp_path: Path) -> None:
+    """One of two replicas serves another model: half of the scores would be wrong."""
+    folder = Path(pair["models"]["teacher"]).parent
+    _, wrong = processes.serve(folder / "other", "--name", pair["models"]["teacher"])
+    _, right = processes.serve(pair["models"]["teacher"])
+    with pytest.raises(UserError, match=rf"teacher \({wrong}\) differs from teacher \({server}\)"):
+        trained(pair, tmp_path / "wrong", teacher={"urls": [server, wrong]})
+    trained(pair, tmp_path / "right", teacher={"urls": [server, right]})
+
+
+def test_overlap_changes_nothing(pair: dict[str, Any], local: Path, tmp_path: Path) -> None:
+    rollout = {**pair["rollout"], "overlap": True}
     assert_same_training(trained(pair, tmp_path / "run", rollout=rollout), local)
 
 
 def test_overlap_with_samples_and_dropped_rollouts(pair: dict[str, Any], server: str, tmp_path: Path) -> None:
     rollout = {**pair["rollout"], "prompts_per_step": 6, "samples": 3, "truncated": "drop"}
     alone = trained(pair, tmp_path / "alone", rollout=rollout)
-    both = trained(pair, tmp_path / "both", rollout={**rollout, "chunks": 4}, teacher={"urls": [server]})
+    both = trained(pair, tmp_path / "both", rollout={**rollout, "overlap": True}, teacher={"urls": [server]})
     records = list(RunDirectory(alone).read("metrics.jsonl"))
     assert any(record["rollout/truncated"] > 0 for record in records)
     assert_same_training(both, alone)

@@ -1,9 +1,10 @@
-"""Teachers without a network: dialects, routes, prompts of their own, settings, chunks, and what our server accepts."""
+"""Teachers without a network: dialects, routes, prompts of their own, settings, overlap, and what our server accepts."""
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer, local_scorers
 from iwopd.teacher.serving import RefusalError, ServingError, TeacherServer, completion, read_request
 from iwopd.teacher.serving_model import ServingModel
-from iwopd.train.pipeline import cut
-from iwopd.train.teachers import chunks
+from iwopd.train.pipeline import Scoring
+from iwopd.train.teachers import overlap
 from iwopd.types import Prompt, Rollout
 from models import byte_tokenizer, make_model
 
@@ -176,9 +177,9 @@ def test_settings_survive_a_round_trip(tmp_path: Any) -> None:
     }
     config = make_config({**WORLD, "teacher": teacher})
     assert config.teacher.urls == ["http://a:1", "https://b/proxy"]
-    assert chunks(config) == 2
-    assert chunks(make_config(WORLD)) == 1
-    assert chunks(make_config({**WORLD, "teacher": teacher, "rollout": {"chunks": 5}})) == 5
+    assert overlap(config)
+    assert not overlap(make_config(WORLD))
+    assert not overlap(make_config({**WORLD, "teacher": teacher, "rollout": {"overlap": False}}))
     (tmp_path / "config.toml").write_text(config_toml(config))
     assert load_config(tmp_path / "config.toml") == config
 
@@ -206,14 +207,44 @@ def test_wrong_settings_are_answered_and_keys_not_repeated(values: dict[str, Any
     assert "secret" not in str(error.value)
 
 
-def test_chunks_cover_all_prompts_in_order() -> None:
-    for count in range(1, 9):
-        for size in range(12):
-            prompts = [Prompt(str(number), (1,)) for number in range(size)]
-            pieces = cut(prompts, count)
-            assert [prompt for piece in pieces for prompt in piece] == prompts
-            assert len(pieces) == min(count, size)
-            assert all(max(map(len, pieces)) - len(piece) <= 1 for piece in pieces)
+class SlowScorer:
+    """Scores with the rollout's own ids; remembers what it was asked together, and fails when it meets id 9."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
+        self.asked.append([rollout.prompt.id for rollout in rollouts])
+        time.sleep(0.05)
+        if any(9 in rollout.response_ids for rollout in rollouts):
+            raise TeacherError("id 9")
+        return [rollout.response_ids.float() for rollout in rollouts]
+
+
+def one_rollout(number: int) -> Rollout:
+    return Rollout(Prompt(f"p{number}", (1,)), torch.tensor([number]), torch.zeros(1), "eos")
+
+
+def test_scores_come_back_in_their_places_and_waiting_rollouts_go_together() -> None:
+    scorer = SlowScorer()
+    scoring = Scoring(scorer)
+    order = [3, 0, 5, 1, 2, 4]
+    for place in order:
+        scoring.add(place, one_rollout(place))
+    scoring.close()
+    assert [int(score) for score in scoring.scores()] == list(range(6))
+    assert sorted(name for names in scorer.asked for name in names) == [f"p{n}" for n in range(6)]
+    assert len(scorer.asked) < 6  # what came while it was busy went together
+
+
+def test_nobody_writes_on_for_a_teacher_that_has_failed() -> None:
+    scoring = Scoring(SlowScorer())
+    scoring.add(0, one_rollout(9))
+    time.sleep(1.0)
+    with pytest.raises(TeacherError, match="id 9"):
+        scoring.add(1, one_rollout(1))
+    with pytest.raises(TeacherError, match="id 9"):
+        scoring.scores()
 
 
 # --- our server ------------------------------------------------------------------------------------------------------

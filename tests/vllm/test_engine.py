@@ -155,3 +155,22 @@ def test_the_trainer_keeps_its_threads(engine: VllmEngine) -> None:
     torch.set_num_threads(1)
     assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
+
+
+def test_a_listener_hears_of_each_rollout_and_its_failure_leaves_nothing_behind(engine: VllmEngine, student: Any) -> None:
+    writer = sampler(engine, stop_ids=tuple(range(1, 40)))
+    silent = writer.sample(prompts(), seed=0, step=1, samples=3)
+    heard: list[tuple[int, Rollout]] = []
+    told = writer.sample(prompts(), seed=0, step=1, samples=3, finished=lambda place, rollout: heard.append((place, rollout)))
+    assert [rollout.response_ids.tolist() for rollout in told] == [rollout.response_ids.tolist() for rollout in silent]
+    assert sorted(place for place, _ in heard) == list(range(18))
+    assert all(told[place] is rollout for place, rollout in heard)
+    assert [len(rollout) for _, rollout in heard] == sorted(len(rollout) for _, rollout in heard)  # as they were finished
+
+    def fail(place: int, rollout: Rollout) -> None:
+        raise ArithmeticError("the teacher is gone")
+
+    with pytest.raises(ArithmeticError):
+        writer.sample(prompts(), seed=0, step=1, samples=3, finished=fail)
+    again = writer.sample(prompts(), seed=0, step=1, samples=3)
+    assert [rollout.response_ids.tolist() for rollout in again] == [rollout.response_ids.tolist() for rollout in silent]

@@ -1,1 +1,1 @@
-"""Beyond one machine: the same recipe on frameworks that bring their own distribution."""
+"""Beyond one machine."""

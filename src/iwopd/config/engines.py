@@ -27,8 +27,8 @@ class RolloutSettings(Section):
     truncated: Literal["keep", "mask", "drop"] = Field(
         "keep", description="rollouts cut off by max_tokens: train on them or not"
     )
-    chunks: int | None = Field(
-        None, ge=1, description="the teacher scores one chunk while the next is written; empty: 2 with a server, else 1 (off)"
+    overlap: bool | None = Field(
+        None, description="the teacher scores finished answers while others are being written; empty: if it is a server"
     )
 
 

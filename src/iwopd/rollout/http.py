@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
 import random
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from iwopd.errors import UserError
+from iwopd.http import CONNECT_SECONDS, GarbledError, client_settings, encode, hide_key, key_headers, parse
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LONGEST_WAIT = 10.0
 
 
@@ -27,7 +24,7 @@ class ServerError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Connection:
-    """Where the server is and how long it may take."""
+    """Where the server is and how long it may take. Threads may share it."""
 
     url: str
     api_key_env: str | None = None
@@ -35,52 +32,45 @@ class Connection:
     patience: float = 120.0
 
     def get(self, path: str) -> Any:
-        return self._ask(path, None)
+        return self._ask("GET", path, None)
 
     def post(self, path: str, body: Any) -> Any:
-        return self._ask(path, json.dumps(body).encode())
+        return self._ask("POST", path, body)
 
-    def _ask(self, path: str, content: bytes | None) -> Any:
+    def _ask(self, method: str, path: str, body: Any) -> Any:
         """The parsed answer (None if it is empty). Transport errors and 5xx are tried again until patience ends."""
         give_up = time.monotonic() + self.patience
         wait = 0.5
         while True:
+            headers = key_headers(self.api_key_env, error=ServerError)
             try:
-                return self._once(path, content)
-            except urllib.error.HTTPError as error:
-                reason = f"{error.code} {self._hide(error.read(2000).decode(errors='replace'))}"
-                if error.code < 500:
-                    raise ServerError(f"the rollout server {self.url}{path} refuses: {reason}") from None
-            except (OSError, http.client.HTTPException) as error:
+                answer = self._client.request(method, self.url.rstrip("/") + path, content=encode(body), headers=headers)
+            except httpx.TransportError as error:
                 reason = self._hide(str(error) or type(error).__name__)
+            else:
+                if answer.is_success:
+                    return self._read(path, answer.content)
+                reason = f"{answer.status_code} {self._hide(answer.text)}"
+                if answer.status_code < 500:
+                    raise ServerError(f"the rollout server {self.url}{path} refuses: {reason}")
             pause = wait * random.uniform(0.5, 1.0)
             if time.monotonic() + pause > give_up:
                 raise ServerError(
                     f"the rollout server {self.url}{path} was away for {self.patience:g} s (vllm.patience): {reason}"
-                ) from None
+                )
             time.sleep(pause)
             wait = min(2 * wait, LONGEST_WAIT)
 
-    def _once(self, path: str, content: bytes | None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key_env is not None:
-            headers["Authorization"] = f"Bearer {self._key()}"
-        request = urllib.request.Request(self.url.rstrip("/") + path, content, headers)
-        here = urlsplit(self.url).hostname in LOOPBACK  # no proxy knows this machine's own servers
-        opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if here else []))
-        with opener.open(request, timeout=self.request_timeout) as response:
-            answer = response.read()
+    @cached_property
+    def _client(self) -> httpx.Client:
+        timeout = httpx.Timeout(self.request_timeout, connect=CONNECT_SECONDS)
+        return httpx.Client(**client_settings([self.url]), timeout=timeout)
+
+    def _read(self, path: str, content: bytes) -> Any:
         try:
-            return json.loads(answer) if answer else None
-        except ValueError as error:
+            return parse(content) if content else None
+        except GarbledError as error:
             raise ServerError(f"the rollout server {self.url}{path} answers no JSON: {error}") from None
 
-    def _key(self) -> str:
-        key = os.environ.get(self.api_key_env or "", "").strip()
-        if not key:
-            raise ServerError(f"the environment variable {self.api_key_env}, which should hold the server's API key, is empty")
-        return key
-
     def _hide(self, text: str) -> str:
-        key = os.environ.get(self.api_key_env or "", "").strip()
-        return " ".join((text.replace(key, "[key]") if key else text).split())[:300]
+        return hide_key(text, self.api_key_env)

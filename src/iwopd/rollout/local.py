@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from iwopd.rollout.decoding import Decoder, ModelDecoder
 from iwopd.rollout.lean import LeanDecoder, lean_obstacle
 from iwopd.rollout.noise import stream_key, uniforms
+from iwopd.rollout.sampler import Listener
 from iwopd.rollout.sampling import SamplingError, SamplingSettings, choose
 from iwopd.types import Prompt, Rollout
 
@@ -32,6 +33,8 @@ PREFILL_TOKENS = 2**14
 """Prompt tokens, padding included, that are read at a time."""
 REFILL_SHARE = 1 / 8
 """Waiting prompts come in when this share of the batch is free: reading them one by one would cost a pass each."""
+TELLINGS = 16
+"""How often a listener is told of finished rollouts: putting their tokens together costs a pass over those of all rows."""
 NOISE_AHEAD = 32
 """Positions whose noise is made at a time: the number of operations is what it costs, not their size."""
 
@@ -86,11 +89,12 @@ class LocalSampler:
         step: int,
         samples: int = 1,
         max_tokens: Sequence[int] | None = None,
+        finished: Listener | None = None,
     ) -> list[Rollout]:
         """`samples` rollouts of each prompt, in the order of the prompts: all samples of the first, then of the second, ...
 
         `max_tokens` sets a limit of its own for each prompt, up to the settings' (to go on from prefixes of various lengths).
-        Prompts that share an id share their noise.
+        Prompts that share an id share their noise. `finished` hears of rollouts while others are still being written.
         """
         if samples < 1:
             raise ValueError(f"samples must be >= 1, got {samples}")
@@ -99,15 +103,18 @@ class LocalSampler:
         if not prompts:
             return []
         plan = _Plan(prompts, limits, samples, seed, step)
+        rollouts: dict[int, Rollout] = {}
+        at_once = len(plan) if finished is None else max(1, len(plan) // TELLINGS)
         with _eval_mode(self.model):
             decoder, rows = self._decoder(plan)
-            ids, logprobs = _Run(decoder, self.settings, plan, self.pad_id, rows, self.device).finish()
-        rollouts = []
-        for row, (tokens, token_logprobs) in enumerate(zip(ids, logprobs, strict=True)):
-            ended = int(tokens[-1]) in self.settings.stop_ids
-            prompt, sample = divmod(row, samples)
-            rollouts.append(Rollout(prompts[prompt], tokens, token_logprobs, "eos" if ended else "length", sample))
-        return rollouts
+            run = _Run(decoder, self.settings, plan, self.pad_id, rows, self.device)
+            for row, tokens, logprobs in run.finish(at_once):
+                ended = int(tokens[-1]) in self.settings.stop_ids
+                prompt, sample = divmod(row, samples)
+                rollouts[row] = Rollout(prompts[prompt], tokens, logprobs, "eos" if ended else "length", sample)
+                if finished is not None:
+                    finished(row, rollouts[row])
+        return [rollouts[row] for row in range(len(plan))]
 
     @property
     def device(self) -> torch.device:
@@ -206,7 +213,9 @@ class _Run:
     """Most rows under way."""
     device: torch.device
     history: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """Of each draw: rows, ids, log-probs."""
+    """Of each draw: rows, ids, log-probs; only of rows that were not handed out yet."""
+    ended: list[Tensor] = field(default_factory=list)
+    """Finished rows that were not handed out yet."""
 
     def __post_init__(self) -> None:
         self.keys = self.plan.keys.to(self.device)
@@ -224,8 +233,8 @@ class _Run:
         """[n, NOISE_AHEAD] for the coming positions, of which `used` are past; greedy needs none."""
         self.used = NOISE_AHEAD
 
-    def finish(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Ids and log-probs of every row of the plan, on the CPU."""
+    def finish(self, at_once: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Every row of the plan with its ids and log-probs, on the CPU, whenever `at_once` are finished."""
         while self.plan.queue or len(self.rows):
             if self.plan.queue and self._has_room():
                 self._admit(self.plan.take(self.capacity - len(self.rows)))
@@ -235,11 +244,21 @@ class _Run:
                 self.lengths = self.lengths + 1
                 self.left = self.left - 1
             self._retire()
-        rows, ids, logprobs = (torch.cat(values).cpu() for values in zip(*self.history, strict=True))
+            if sum(map(len, self.ended)) >= at_once or not (self.plan.queue or len(self.rows)):
+                yield from self._hand_out()
+
+    def _hand_out(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        rows, ids, logprobs = (torch.cat(values) for values in zip(*self.history, strict=True))
+        ended = torch.cat(self.ended)
+        goes = torch.isin(rows, ended)
+        self.history, self.ended = [(rows[~goes], ids[~goes], logprobs[~goes])], []
+        rows, ids, logprobs = rows[goes].cpu(), ids[goes].cpu(), logprobs[goes].cpu()
         order = rows.argsort(stable=True)  # within a row: as they were drawn
-        lengths = rows.bincount(minlength=len(self.plan)).tolist()
-        # Copies: a view would keep every rollout of the step alive for as long as one of them.
-        return [x.clone() for x in ids[order].split(lengths)], [x.clone() for x in logprobs[order].split(lengths)]
+        numbers, lengths = rows.unique(return_counts=True)
+        parts = zip(ids[order].split(lengths.tolist()), logprobs[order].split(lengths.tolist()), strict=True)
+        for row, (own_ids, own_logprobs) in zip(numbers.tolist(), parts, strict=True):
+            # Copies: a view would keep every rollout of the step alive for as long as one of them.
+            yield row, own_ids.clone(), own_logprobs.clone()
 
     def _has_room(self) -> bool:
         under_way = len(self.rows)
@@ -300,6 +319,7 @@ class _Run:
         count = int(goes_on.sum())
         if count == len(goes_on):
             return
+        self.ended.append(self.rows[~goes_on])
         order = torch.arange(count, device=self.device)
         order[~goes_on[:count]] = goes_on[count:].nonzero().squeeze(1) + count
         if count:

@@ -25,6 +25,7 @@ from iwopd.rollout.requests import (
     request_fields,
     request_seed,
 )
+from iwopd.rollout.sampler import Listener
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rollout.weights import WeightSyncError, save_weights, weights_version
 from iwopd.types import Prompt, Rollout
@@ -114,7 +115,9 @@ class ServerSampler:
         self.vocabulary = Vocabulary(vocab_size, rows or vocab_size)
         self._checked = False
 
-    def sample(self, prompts: Sequence[Prompt], *, seed: int, step: int, samples: int = 1) -> list[Rollout]:
+    def sample(
+        self, prompts: Sequence[Prompt], *, seed: int, step: int, samples: int = 1, finished: Listener | None = None
+    ) -> list[Rollout]:
         """`samples` rollouts of each prompt, in order, with the student's weights of this moment."""
         check_prompts(prompts, self.settings, self.vocabulary, self.server.max_model_len)
         if not prompts:
@@ -124,21 +127,24 @@ class ServerSampler:
         places = [(prompt, sample) for prompt in prompts for sample in range(samples)]
         fields = request_fields(self.settings, self.vocabulary)
 
-        def write(place: tuple[Prompt, int]) -> Rollout:
-            prompt, sample = place
+        def write(number: int) -> Rollout:
+            prompt, sample = places[number]
             own = {"prompt": list(prompt.token_ids), "seed": request_seed(seed, step, prompt.id, sample)}
             choice = self.server.complete({**fields, **own})
             seen = choice.get("prompt_token_ids")
             if seen is not None and seen != own["prompt"]:
                 raise ServerError(f"the rollout server read other ids than those of prompt {prompt.id!r}: {seen[:20]} ...")
             logprobs = choice["logprobs"]["token_logprobs"]
-            return read_rollout(
+            rollout = read_rollout(
                 prompt, sample, choice["token_ids"], logprobs, choice["finish_reason"], self.settings, self.vocabulary
             )
+            if finished is not None:
+                finished(number, rollout)
+            return rollout
 
         pool = ThreadPoolExecutor(self.server.max_in_flight)
         try:
-            return list(pool.map(write, places))
+            return list(pool.map(write, range(len(places))))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from iwopd.rollout.requests import (
     request_fields,
     request_seed,
 )
+from iwopd.rollout.sampler import Listener
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rollout.weights import checkpoint_weights, plain_config, save_weights, weights_version
 from iwopd.types import Prompt, Rollout
@@ -116,6 +117,24 @@ class VllmEngine:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
 
+    def run(self, requests: Sequence[tuple[Any, Any]]) -> Generator[tuple[int, Any], None, None]:
+        """Number and output of each request (prompt, parameters) as it is finished."""
+        core = self.llm.llm_engine
+        waiting = {str(number) for number in range(len(requests))}
+        try:
+            with torch.inference_mode():
+                for number, (prompt, parameters) in enumerate(requests):
+                    core.add_request(str(number), prompt, parameters)
+            while core.has_unfinished_requests():
+                with torch.inference_mode():
+                    results = core.step()
+                for result in results:
+                    waiting.discard(result.request_id)
+                    yield int(result.request_id), result.outputs[0]
+        finally:
+            if waiting:  # whoever asked has failed: the next ones must not get these answers
+                core.abort_request(sorted(waiting))
+
     def rest(self) -> None:
         """Give the GPU back, if so set. The weights need not be kept: they come anew with `ready`."""
         if self.options.sleep and not self._asleep:
@@ -151,7 +170,9 @@ class VllmSampler:
         self.settings = settings
         self.vocabulary = Vocabulary(vocab_size, output_rows(engine.student))
 
-    def sample(self, prompts: Sequence[Prompt], *, seed: int, step: int, samples: int = 1) -> list[Rollout]:
+    def sample(
+        self, prompts: Sequence[Prompt], *, seed: int, step: int, samples: int = 1, finished: Listener | None = None
+    ) -> list[Rollout]:
         """`samples` rollouts of each prompt, in order, with the student's weights of this moment."""
         check_prompts(prompts, self.settings, self.vocabulary, self.engine.options.max_model_len)
         if not prompts:
@@ -159,24 +180,28 @@ class VllmSampler:
         vllm: Any = importlib.import_module("vllm")
         places = [(prompt, sample) for prompt in prompts for sample in range(samples)]
         fields = request_fields(self.settings, self.vocabulary)
-        parameters = [
-            vllm.SamplingParams(**fields, detokenize=False, seed=request_seed(seed, step, prompt.id, sample))
+        fields |= {"detokenize": False, "output_kind": vllm.sampling_params.RequestOutputKind.FINAL_ONLY}
+        requests = [
+            (
+                {"prompt_token_ids": list(prompt.token_ids)},
+                vllm.SamplingParams(**fields, seed=request_seed(seed, step, prompt.id, sample)),
+            )
             for prompt, sample in places
         ]
-        inputs = [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in places]
         self.engine.ready()
-        with torch.inference_mode():
-            results = self.engine.llm.generate(inputs, parameters, use_tqdm=False)
+        rollouts: dict[int, Rollout] = {}
+        with closing(self.engine.run(requests)) as outputs:
+            for number, output in outputs:
+                prompt, sample = places[number]
+                token_ids = list(output.token_ids)
+                logprobs = [place[token].logprob for place, token in zip(output.logprobs, token_ids, strict=True)]
+                rollouts[number] = read_rollout(
+                    prompt, sample, token_ids, logprobs, output.finish_reason, self.settings, self.vocabulary
+                )
+                if finished is not None:
+                    finished(number, rollouts[number])
         self.engine.rest()
-        rollouts = []
-        for (prompt, sample), result in zip(places, results, strict=True):
-            output = result.outputs[0]
-            token_ids = list(output.token_ids)
-            logprobs = [place[token].logprob for place, token in zip(output.logprobs, token_ids, strict=True)]
-            rollouts.append(
-                read_rollout(prompt, sample, token_ids, logprobs, output.finish_reason, self.settings, self.vocabulary)
-            )
-        return rollouts
+        return [rollouts[number] for number in range(len(places))]
 
 
 def output_rows(model: Any) -> int:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from iwopd.background import in_background
+from iwopd.http import GarbledError, hide_key, key_headers, parse
 from iwopd.teacher.dialects import DIALECTS, TokenSequence
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
-from iwopd.teacher.http import GarbledError, UnreachableError, client, exchange, hide_key, key_headers, parse
+from iwopd.teacher.http import UnreachableError, client, exchange
 from iwopd.teacher.replicas import Replica
 from iwopd.types import Rollout
 
@@ -117,7 +118,7 @@ class ServerScorer:
             waiting.put_nowait(request)
         results: list[tuple[list[int], list[list[float]]]] = []
         done = asyncio.Event()
-        headers = key_headers(self.settings.api_key_env)
+        headers = key_headers(self.settings.api_key_env, error=TeacherError)
 
         async def work(replica: Replica, session: httpx.AsyncClient) -> None:
             while True:
@@ -211,7 +212,7 @@ class ServerScorer:
 
         async def one(replica: Replica, session: httpx.AsyncClient) -> Any:
             try:
-                headers = key_headers(self.settings.api_key_env)
+                headers = key_headers(self.settings.api_key_env, error=TeacherError)
                 answer = await self._ask(replica, session, headers, path, body, 16 * BYTES_PER_ANSWER)
             except (UnreachableError, GarbledError) as error:
                 replica.failed(str(error), self.notify)

@@ -18,8 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from iwopd.errors import UserError
+from iwopd.http import LOOPBACK
 from iwopd.teacher.dialects import IMPOSSIBLE
-from iwopd.teacher.http import LOOPBACK
 from iwopd.teacher.serving_model import Scored, ServingModel
 
 MOST_BYTES = 2**26

@@ -28,7 +28,7 @@ from iwopd.train.metrics import step_metrics, training_progress
 from iwopd.train.mismatch import check_engine, mismatch_metrics
 from iwopd.train.pipeline import Written, write_step
 from iwopd.train.rundir import RunDirectory
-from iwopd.train.teachers import chunks
+from iwopd.train.teachers import overlap
 from iwopd.train.tracking import Tracker
 from iwopd.types import ScoredRollout, StepStats, TokenBatch
 
@@ -76,8 +76,16 @@ def train(
         for step in range(done.step + 1, config.steps + 1):
             clock = Clock()
             prompts = parts.order.batch(step)
-            writing = {"seed": config.seed, "step": step, "samples": config.rollout.samples, "chunks": chunks(config)}
-            written = write_step(prompts, parts.sampler, parts.teacher_scorer, parts.ranks, **writing)
+            written = write_step(
+                prompts,
+                parts.sampler,
+                parts.teacher_scorer,
+                parts.ranks,
+                seed=config.seed,
+                step=step,
+                samples=config.rollout.samples,
+                overlap=overlap(config),
+            )
             rollouts = written.rollouts
             clock.lap("rollout")
             scored, floored = _score(config, parts, written)
@@ -143,7 +151,7 @@ def _score(config: Config, parts: Parts, written: Written) -> tuple[list[ScoredR
             "nothing is left to train on. Raise rollout.max_tokens, or keep them",
             exit_code=1,
         )
-    pairs = parts.ranks.share(kept, own)  # the teacher may still be at the last chunk
+    pairs = parts.ranks.share(kept, own)  # the teacher may still be at work
     scored, count = [], 0
     for rollout, (lp_0, lp_r), lp_t in zip(kept, pairs, written.teacher_logprobs(kept), strict=True):
         everywhere = torch.ones(len(rollout), dtype=torch.bool)

@@ -1,15 +1,14 @@
-"""Overlap inside a step: while the student writes the next chunk of answers, the teacher scores the finished one.
+"""Overlap inside a step: while the student still writes some answers, the teacher scores those that are finished.
 
-It stays on-policy, since the weights do not change within a step, and the noise behind each token does not depend on the chunk.
-Worth it where the teacher computes elsewhere (a server); in one process both would only take turns.
+It stays on-policy, since the weights do not change within a step, and the noise behind each token does not depend on what
+else is under way. Worth it where the teacher computes elsewhere (a server); in one process both would only take turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import pairwise
+from queue import SimpleQueue
 
 from torch import Tensor
 
@@ -20,6 +19,44 @@ from iwopd.train.ranks import Ranks
 from iwopd.types import Prompt, Rollout
 
 
+class Scoring:
+    """A teacher at work beside the main thread: it takes all rollouts that wait, scores them, and looks again."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._waiting: SimpleQueue[tuple[int, Rollout] | None] = SimpleQueue()
+        self._scores = in_background(self._work)
+
+    def add(self, place: int, rollout: Rollout) -> None:
+        """A finished rollout and its place among all. Raises what the teacher failed with: nobody writes on in vain."""
+        if self._scores.done():
+            self._scores.result()
+        self._waiting.put((place, rollout))
+
+    def close(self) -> None:
+        """No more will come."""
+        self._waiting.put(None)
+
+    def scores(self) -> list[Tensor]:
+        """Log-probs [T] of all rollouts in the order of their places; waits for them."""
+        scores = self._scores.result()
+        return [scores[place] for place in sorted(scores)]
+
+    def _work(self) -> dict[int, Tensor]:
+        scores: dict[int, Tensor] = {}
+        more = True
+        while more:
+            taken = [self._waiting.get()]
+            while not self._waiting.empty():
+                taken.append(self._waiting.get())
+            items = [item for item in taken if item is not None]
+            more = len(items) == len(taken)
+            if items:
+                found = self._scorer.score([rollout for _, rollout in items])
+                scores.update(zip([place for place, _ in items], found, strict=True))
+        return scores
+
+
 @dataclass
 class Written:
     """The rollouts of a step, with the teacher's log-probs of this rank's share still under way."""
@@ -28,18 +65,18 @@ class Written:
     """Of all ranks."""
     _scorer: Scorer
     _ranks: Ranks
-    _pending: list[Future[list[Tensor]]] | None
-    """Of this rank's rollouts, chunk by chunk; None: nothing was begun."""
+    _scoring: Scoring | None
+    """Of this rank's rollouts; None: nothing was begun."""
     _samples: int
     """Rollouts of a prompt."""
 
     def teacher_logprobs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """Log-probs [T] of some of the step's rollouts. Called by all ranks together; waits for the teacher."""
-        pending = self._pending
-        if pending is None:  # no overlap: only what is asked for is scored
+        scoring = self._scoring
+        if scoring is None:  # no overlap: only what is asked for is scored
             return self._ranks.share(rollouts, self._scorer.score)
         prompts = range(len(self.rollouts) // self._samples)
-        scores = self._ranks.share(prompts, lambda _: [score for chunk in pending for score in chunk.result()])
+        scores = self._ranks.share(prompts, lambda _: scoring.scores())
         by_rollout = {id(rollout): score for rollout, score in zip(self.rollouts, scores, strict=True)}
         return [by_rollout[id(rollout)] for rollout in rollouts]
 
@@ -53,35 +90,17 @@ def write_step(
     seed: int,
     step: int,
     samples: int = 1,
-    chunks: int = 1,
+    overlap: bool = False,
 ) -> Written:
-    """Rollouts of all prompts, each rank writing its share; with several chunks the teacher begins while others are written."""
-    pending: list[Future[list[Tensor]]] = []
+    """Rollouts of all prompts, each rank writing its share; with `overlap` the teacher begins while others are written."""
+    scoring = Scoring(scorer) if overlap else None
 
     def work(mine: Sequence[Prompt]) -> list[Rollout]:
-        rollouts: list[Rollout] = []
-        for chunk in cut(mine, chunks):
-            rollouts += (written := sampler.sample(chunk, seed=seed, step=step, samples=samples))
-            if chunks > 1:
-                pending.append(_after(pending[-1] if pending else None, scorer, written))
-        return rollouts
+        listener = None if scoring is None else scoring.add
+        try:
+            return sampler.sample(mine, seed=seed, step=step, samples=samples, finished=listener)
+        finally:
+            if scoring is not None:
+                scoring.close()
 
-    return Written(ranks.share(prompts, work), scorer, ranks, pending if chunks > 1 else None, samples)
-
-
-def cut(prompts: Sequence[Prompt], count: int) -> list[Sequence[Prompt]]:
-    """Up to `count` chunks of neighbours whose sizes differ by one at most."""
-    count = min(count, len(prompts))
-    borders = [len(prompts) * number // count for number in range(count + 1)] if count else []
-    return [prompts[first:last] for first, last in pairwise(borders)]
-
-
-def _after(previous: Future[list[Tensor]] | None, scorer: Scorer, rollouts: list[Rollout]) -> Future[list[Tensor]]:
-    """Score beside the main thread, chunk after chunk: a scorer is not asked twice at once."""
-
-    def work() -> list[Tensor]:
-        if previous is not None:
-            previous.result()  # a teacher that failed is not asked again
-        return scorer.score(rollouts)
-
-    return in_background(work)
+    return Written(ranks.share(prompts, work), scorer, ranks, scoring, samples)

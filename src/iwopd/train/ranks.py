@@ -23,7 +23,7 @@ class Ranks:
     """This process among its peers; alone if `torch.distributed` was not initialised."""
 
     def __init__(self) -> None:
-        together = self._grouped = dist.is_available() and dist.is_initialized()
+        together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if together else 0
         self.count = dist.get_world_size() if together else 1
 
@@ -76,7 +76,7 @@ class Ranks:
 
     def leave(self, *, together: bool) -> None:
         """Give the process group up: gloo's threads may abort a process that ends with it. `together`: wait for the others."""
-        if self._grouped and dist.is_initialized():  # a group that came later is an engine's own
+        if self.count > 1 and dist.is_initialized():  # a group of one, or one that came later, is an engine's own
             if together:
                 dist.barrier()
             dist.destroy_process_group()

@@ -52,7 +52,7 @@ FREE_TO_CHANGE = (
     "checkpoint",
     "cluster",  # the launcher refuses what its checkpoints cannot follow
     "eval.kept_rollouts",
-    "rollout.chunks",
+    "rollout.overlap",
     *TEACHERS_PLACE,
     *ENGINES_PLACE,
 )

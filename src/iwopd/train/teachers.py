@@ -17,8 +17,6 @@ from iwopd.types import Prompt
 
 EXAMPLES = 4
 """Prompts on which a server is tried out."""
-SERVER_CHUNKS = 2
-"""The teacher's second half then hides behind the student's own log-probs; more chunks cost more in sampling than they hide."""
 
 LocalTeacher = Callable[[str | None], Scorer]
 """Loads the model of a local teacher; None is the default one."""
@@ -36,9 +34,9 @@ def build_teacher(config: Config, tokenizer: Any, prompts: Sequence[Prompt], max
     return router if settings.others else router.teachers[None]
 
 
-def chunks(config: Config) -> int:
-    """How many chunks a step's rollouts are written in."""
-    return config.rollout.chunks or (SERVER_CHUNKS if config.teacher.has_servers else 1)
+def overlap(config: Config) -> bool:
+    """Whether the teacher scores finished answers while others are being written."""
+    return config.teacher.has_servers if config.rollout.overlap is None else config.rollout.overlap
 
 
 def _scorer(config: Config, name: str | None, source: TeacherSource, tokenizer: Any, local: LocalTeacher) -> Scorer:

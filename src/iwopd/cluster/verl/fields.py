@@ -110,7 +110,7 @@ FIELDS: dict[str, Treatment] = {
     "rollout.top_k": _only(0, f"{_FILTERED}: sample from all of it with 0"),
     "rollout.stop_tokens": _only([], "verl stops where generation_config.json says: add the ids to its eos_token_id"),
     "rollout.truncated": _only("keep", "verl trains on answers that were cut off: set it to 'keep', or use the local engine"),
-    "rollout.chunks": _unused("verl's teacher scores every answer as soon as it is written"),
+    "rollout.overlap": _unused("verl's teacher scores every answer as soon as it is written"),
     "vllm.dtype": _mapped(f"{_ROLLOUT}.dtype"),
     "vllm.max_model_len": _mapped(f"{_ROLLOUT}.max_model_len"),
     "vllm.memory_share": _mapped(f"{_ROLLOUT}.gpu_memory_utilization"),
@@ -182,3 +182,17 @@ FIELDS: dict[str, Treatment] = {
     "cluster.patience": Treatment("launcher", "when a job without progress is ended"),
     "cluster.overrides": _mapped("as they stand, last"),
 }
+
+TITLES: dict[Kind, str] = {
+    "mapped": "becomes",
+    "data": "goes into",
+    "launcher": "the launcher:",
+    "unused": "means nothing there:",
+    "only": "other values are refused:",
+}
+
+
+def table() -> str:
+    """The same for the documentation."""
+    rows = [f"| `{name}` | {TITLES[found.kind]} | {found.text} |" for name, found in FIELDS.items()]
+    return "\n".join(["| setting | | |", "| --- | --- | --- |", *rows])

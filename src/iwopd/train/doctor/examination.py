@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from iwopd.config import Config
@@ -11,7 +11,6 @@ from iwopd.train.assembly import Parts
 from iwopd.train.doctor.case import Case, open_case
 from iwopd.train.doctor.chat import check_template
 from iwopd.train.doctor.data import check_contamination, check_data
-from iwopd.train.doctor.echo import ScoringPath
 from iwopd.train.doctor.findings import Finding, failure
 from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
 from iwopd.train.doctor.lengths import check_context, check_temperature
@@ -42,10 +41,8 @@ def examine_recipe(config: Config, folder: Path, *, static: bool = False) -> Ite
         yield from _sized(case)
 
 
-def examine_models(
-    config: Config, parts: Parts, folder: Path, *, step: int = 1, further: Sequence[ScoringPath] = ()
-) -> Iterator[Finding]:
-    """What needs the weights. `further` are more ways to score, for instance the servers of a teacher."""
+def examine_models(config: Config, parts: Parts, folder: Path, *, step: int = 1) -> Iterator[Finding]:
+    """What needs the weights, and whoever scores at work."""
     if config.models.world is not None:  # whose configs came with the models
         prompts = parts.order.prompts
         case = Case(config, {}, parts.max_response, folder, prompts)
@@ -57,7 +54,7 @@ def examine_models(
     rollouts = known_rollouts(config, parts, step)
     yield from check_heads(config, parts, rollouts)
     yield from check_sampler(config, parts, rollouts)
-    yield from check_scorers(config, parts, rollouts, further)
+    yield from check_scorers(config, parts, rollouts)
 
 
 def _sized(case: Case) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from iwopd.config import Config
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.rollout.local import LocalSampler
 from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.prompted import PromptedScorer
+from iwopd.teacher.router import RoutedScorer, local_scorers
+from iwopd.teacher.scorer import Scorer
+from iwopd.teacher.server import ServerScorer
 from iwopd.train.assembly import Parts
 from iwopd.train.doctor.echo import TOLERANCE, TOLERANCE_HALF, ScoringPath, check_echo, own_logprobs
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
@@ -24,8 +29,11 @@ SEQUENCES = 2
 
 def local_models(parts: Parts) -> dict[str, Any]:
     """The models that live in this process, by name."""
-    scorers = {"student": parts.student_scorer, "teacher": parts.teacher_scorer, "reference": parts.reference_scorer}
-    return {name: scorer.lm.model for name, scorer in scorers.items() if isinstance(scorer, LocalScorer)}
+    return {name: scorer.lm.model for kind, scorer in _scorers(parts) for name, scorer in local_scorers(scorer, kind)}
+
+
+def _scorers(parts: Parts) -> list[tuple[str, Scorer | None]]:
+    return [("student", parts.student_scorer), ("teacher", parts.teacher_scorer), ("reference", parts.reference_scorer)]
 
 
 def known_rollouts(config: Config, parts: Parts, step: int) -> list[Rollout]:
@@ -40,8 +48,8 @@ def check_masks(parts: Parts) -> Iterator[Finding]:
     users: dict[str, int | None] = {"update": parts.learner.lm.vocab_size}
     samplers = {"sampler": parts.sampler, **{f"sampler of {name}": item for name, item in parts.eval_samplers.items()}}
     users |= {name: item.vocab_size for name, item in samplers.items() if isinstance(item, LocalSampler)}
-    scorers = {"student": parts.student_scorer, "teacher": parts.teacher_scorer, "reference": parts.reference_scorer}
-    users |= {f"scores of the {name}": item.lm.vocab_size for name, item in scorers.items() if isinstance(item, LocalScorer)}
+    local = [pair for kind, scorer in _scorers(parts) for pair in local_scorers(scorer, kind)]
+    users |= {f"scores of the {name}": scorer.lm.vocab_size for name, scorer in local}
     rows = ", ".join(f"{name} {output_rows(model):,}" for name, model in local_models(parts).items())
     if wrong := [name for name, size in users.items() if size != real]:
         yield failure(
@@ -57,9 +65,8 @@ def check_heads(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> It
     """The fused head against the model's own logits, and whether sequences can be packed."""
     sequences = Sequences.from_rollouts(rollouts)
     users: dict[str, list[ResponseModel]] = {"student": [parts.learner.lm, parts.student_scorer.lm]}
-    for name, scorer in (("teacher", parts.teacher_scorer), ("reference", parts.reference_scorer)):
-        if isinstance(scorer, LocalScorer):
-            users[name] = [scorer.lm]
+    for kind, scorer in _scorers(parts)[1:]:
+        users |= {name: [local.lm] for name, local in local_scorers(scorer, kind)}
     for name, lms in users.items():
         difference = max(lm.check_head(sequences) for lm in lms)
         lm = lms[0]
@@ -101,10 +108,8 @@ def check_sampler(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> 
         )
 
 
-def check_scorers(
-    config: Config, parts: Parts, rollouts: Sequence[Rollout], further: Sequence[ScoringPath] = ()
-) -> Iterator[Finding]:
-    """The echo test over every path of the run, and those that the caller adds."""
+def check_scorers(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
+    """The echo test over every path of the run."""
     temperature, vocab_size = config.rollout.temperature, len(parts.tokenizer)
     models = local_models(parts)
     own = {}
@@ -114,17 +119,25 @@ def check_scorers(
                 own[name] = own_logprobs(model, rollouts, temperature, vocab_size)
         else:
             own[name] = own_logprobs(model, rollouts, temperature, vocab_size)
-    paths = []
-    for name, scorer in (
-        ("student", parts.student_scorer),
-        ("teacher", parts.teacher_scorer),
-        ("reference", parts.reference_scorer),
-    ):
-        if scorer is not None:
-            where = "local" if name in models else type(scorer).__name__
-            half = config.precision != "no" if name == "student" else False
-            paths.append(ScoringPath(f"{name} ({where})", name, scorer, half or name not in models or is_half(models[name])))
-    yield from check_echo([*paths, *further], own, rollouts)
+    paths = [path for kind, scorer in _scorers(parts) for path in scoring_paths(kind, scorer, half=config.precision != "no")]
+    yield from check_echo(paths, own, rollouts)
+
+
+def scoring_paths(name: str, scorer: Scorer | None, *, half: bool = False) -> Iterator[ScoringPath]:
+    """Every way to a model's log-probs: each of several teachers, each replica of a server. `half`: the student's autocast."""
+    if isinstance(scorer, PromptedScorer):  # it must be right about any prompt, so also about the student's
+        yield from scoring_paths(name, scorer.scorer)
+    elif isinstance(scorer, RoutedScorer):
+        for route, inner in scorer.teachers.items():
+            yield from scoring_paths(name if route is None else f"{name} {route!r}", inner)
+    elif isinstance(scorer, ServerScorer):
+        for url in scorer.settings.urls:
+            alone = ServerScorer(replace(scorer.settings, urls=(url,), model=scorer.model), name=scorer.name)
+            yield ScoringPath(f"{name} ({url})", name, alone, half=True)  # its precision is its own affair
+    elif isinstance(scorer, LocalScorer):
+        yield ScoringPath(f"{name} (local)", name, scorer, (half and name == "student") or is_half(scorer.lm.model))
+    elif scorer is not None:
+        yield ScoringPath(f"{name} ({type(scorer).__name__})", name, scorer, half=True)
 
 
 def is_half(model: Any) -> bool:

@@ -1,0 +1,8 @@
+"""Scale on paper: what a recipe needs on GPUs that are not there. The model and its sources: docs/plan.md."""
+
+from iwopd.cluster.plan.estimate import Plan, make_plan
+from iwopd.cluster.plan.gpus import GPUS, Gpu, PlanError, find_gpu
+from iwopd.cluster.plan.job import Job, open_job
+from iwopd.cluster.plan.words import as_dict, report
+
+__all__ = ["GPUS", "Gpu", "Job", "Plan", "PlanError", "as_dict", "find_gpu", "make_plan", "open_job", "report"]

@@ -1,0 +1,126 @@
+"""The shapes of models: from a folder's config.json, from a table of public ones, or from the hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from iwopd.cluster.plan.gpus import PlanError
+from iwopd.models import ModelError, ModelSource, load_configs
+from iwopd.train.memory import ParameterCount, cache_elements, count_parameters, head_sizes
+
+
+@dataclass(frozen=True)
+class PublicShape:
+    """The numbers of a public config.json that decide size and work."""
+
+    hidden: int
+    inner: int
+    """Of an expert, where there are experts."""
+    layers: int
+    heads: int
+    experts: bool = False
+    vocabulary: int = 151936
+    key_heads: int = 8
+    tied: bool = True
+
+
+PUBLIC = {
+    "Qwen3-0.6B": PublicShape(1024, 3072, 28, 16),
+    "Qwen3-1.7B": PublicShape(2048, 6144, 28, 16),
+    "Qwen3-4B": PublicShape(2560, 9728, 36, 32),
+    "Qwen3-30B-A3B": PublicShape(2048, 768, 48, 32, experts=True, key_heads=4, tied=False),
+    "Qwen3-235B-A22B": PublicShape(4096, 1536, 94, 64, experts=True, key_heads=4, tied=False),
+}
+"""The paper's models (sources: docs/plan.md). The Instruct-2507 ones have the shape of the model they are named after."""
+
+SUFFIXES = ("-Instruct-2507", "-Thinking-2507", "-Base")
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model as the plan sees it."""
+
+    name: str
+    source: str
+    """Where its shape comes from, in words."""
+    config: Any
+    """Of transformers."""
+    count: ParameterCount
+
+    @property
+    def layers(self) -> int:
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
+    def attention_width(self) -> int:
+        """Heads x width of one."""
+        heads, _, width = head_sizes(self.config.get_text_config())
+        return heads * width
+
+    @property
+    def expert_share(self) -> float:
+        """Share of the experts that one token is sent to; 1 without experts."""
+        count = self.count
+        return (count.active - (count.layers - count.experts)) / count.experts if count.experts else 1.0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of one token in bfloat16."""
+        return 2 * cache_elements(self.config)
+
+    @property
+    def active(self) -> float:
+        """Parameters that one token meets, embedding and output matrix included."""
+        return self.count.total - self.count.layers + self.count.active
+
+
+def describe(name: str, source: str, config: Any) -> Model:
+    return Model(name, source, config, count_parameters(config))
+
+
+def read_model(source: ModelSource, role: str, *, trust_remote_code: bool = False) -> Model:
+    """Shape of a model without its weights: a local folder first, then the table, then the hub."""
+    public = None if source.is_local or source.gguf_file else public_config(source.path)
+    if public is not None:
+        return describe(str(source), "table of public shapes", public)
+    try:
+        config, _ = load_configs(source, trust_remote_code=trust_remote_code)
+        return describe(str(source), "its config.json" if source.is_local else "config.json on the hub", config)
+    except (ModelError, ValueError, AttributeError) as error:
+        raise PlanError(
+            f"models.{role} = {source}: its shape cannot be read ({_short(error)}). Name a local folder that holds its "
+            f"config.json (weights are not needed), or one of the models that are known without a network: {', '.join(PUBLIC)}"
+        ) from None
+
+
+@cache
+def public_config(path: str) -> Any:
+    """The config of one of the public models by hub id or name; None if it is none of them."""
+    owner, _, name = path.rpartition("/")
+    for suffix in SUFFIXES:
+        name = name.removesuffix(suffix)
+    shape = PUBLIC.get(name)
+    return None if shape is None or owner not in ("", "Qwen") else make_config(shape)
+
+
+def make_config(shape: PublicShape) -> Any:
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    sizes: dict[str, Any] = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_heads,
+        "head_dim": 128,  # read by the MoE model, too, although its config class does not declare it
+        "tie_word_embeddings": shape.tied,
+    }
+    if not shape.experts:
+        return Qwen3Config(intermediate_size=shape.inner, **sizes)
+    return Qwen3MoeConfig(moe_intermediate_size=shape.inner, num_experts=128, num_experts_per_tok=8, **sizes)
+
+
+def _short(error: Exception) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -1,0 +1,221 @@
+"""A plan in words: will it fit, what is the bottleneck, what does it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from iwopd.cluster.plan.estimate import Plan, StepTime, split_settings
+from iwopd.cluster.plan.layout import Need
+from iwopd.cluster.plan.models import Model
+
+GB = 1e9
+LABEL = "An estimate: arithmetic and published rates (docs/plan.md). Nothing of it was run on a GPU."
+
+
+def report(plan: Plan, price: float | None = None) -> str:
+    """All of it, for people."""
+    lines = [*_head(plan), "", *_memory(plan), ""]
+    if plan.fits:
+        lines += [*_time(plan), "", *_cost(plan, price), ""]
+    return "\n".join([*lines, *answers(plan)])
+
+
+def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
+    """All of it, for programs. Seconds, bytes and hours; ranges as low, typical, high."""
+    job, layout = plan.job, plan.layout
+    times = {"low": plan.fast, "typical": plan.typical, "high": plan.slow}
+    hours = {name: plan.hours(time) for name, time in times.items()}
+    gpu_hours = {name: value * plan.gpus for name, value in hours.items()}
+    return {
+        "estimate": LABEL,
+        "gpu": layout.gpu.name,
+        "nodes": layout.nodes,
+        "gpus_per_node": layout.gpus_per_node,
+        "engine": layout.engine,
+        "models": {
+            role: {"name": model.name, "parameters": model.count.total, "active": model.active, "shape": model.source}
+            for role, model in (("student", job.student), ("teacher", job.teacher))
+            if model is not None
+        },
+        "split": {
+            "student_gpus": layout.student_gpus,
+            "teacher_gpus": layout.teacher_gpus,
+            "rollout_tensor_parallel": layout.rollout_shards,
+            "teacher_tensor_parallel": layout.teacher_shards,
+            "settings": split_settings(plan),
+        },
+        "fits": plan.fits,
+        "would_fit": list(plan.fitting),
+        "memory": [
+            {"who": need.who, "needed": need.needed, "available": need.available, "fits": need.verdict, "parts": need.parts}
+            for need in layout.needs
+        ],
+        "step": {
+            "rollouts": job.rollouts,
+            "mean_prompt_tokens": job.prompt,
+            "mean_response_tokens": job.answer,
+            "response_tokens_assumed": job.answer_assumed,
+            "response_tokens": job.rollouts * job.answer,
+            "rows_under_way": plan.typical.rows,
+            "seconds": {name: time.total for name, time in times.items()},
+            "stages": {
+                stage: {name: time.stages().get(stage, 0.0) for name, time in times.items()} for stage in plan.typical.stages()
+            },
+            "teacher_work_seconds": plan.typical.teacher,
+        },
+        "steps": job.config.steps,
+        "hours": hours,
+        "gpu_hours": gpu_hours,
+        "cost": None if price is None else {name: value * price for name, value in gpu_hours.items()},
+        "answers": list(answers(plan)),
+    }
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    job, layout = plan.job, plan.layout
+    yield f"{layout.nodes} x {layout.gpus_per_node} {layout.gpu.title}. {LABEL}"
+    yield ""
+    yield f"student   {_model(job.student)}"
+    yield f"teacher   {_model(job.teacher) if job.teacher else 'behind servers, which are not counted'}"
+    if layout.engine == "local":
+        yield "engine    this package's trainer on one GPU, one stage after the other"
+        return
+    copies = layout.teacher_gpus // layout.teacher_shards
+    yield (
+        f"engine    verl: {layout.student_gpus} GPUs for the student ({layout.engines} rollout engines of "
+        f"{layout.rollout_shards}), {layout.teacher_gpus} for the teacher ({copies} copies of {layout.teacher_shards})"
+    )
+    if settings := split_settings(plan):
+        which = "the fastest split by this estimate" if plan.fits else "no split fits; this is the nearest"
+        yield f"          {which}: {' '.join(settings)}"
+
+
+def _model(model: Model) -> str:
+    sizes = f"{_count(model.count.total)} parameters"
+    if model.count.experts:
+        sizes += f", {_count(model.active)} of them active"
+    return f"{model.name}: {sizes} ({model.source})"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield f"{'memory of one GPU, GB':<24}{'needed':>8}{'there is':>10}  fits"
+    for need in plan.layout.needs:
+        yield f"  {need.who:<22}{need.needed / GB:>8.1f}{need.available / GB:>10.1f}  {need.verdict:<6}{_parts(need)}"
+
+
+def _parts(need: Need) -> str:
+    shown = [f"{name} {size / GB:.1f}" for name, size in need.parts.items() if size >= 0.05 * GB]
+    return f"({', '.join(shown)})" if shown else ""
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    job, typical = plan.job, plan.typical
+    tokens = job.rollouts * job.answer
+    about = "assumed, set --response-tokens" if job.answer_assumed else "given"
+    yield (
+        f"a step    {job.rollouts} rollouts, mean answer {job.answer:.0f} of at most {job.longest_answer} tokens ({about}), "
+        f"mean prompt {job.prompt} (assumed): {_count(tokens)} answer tokens"
+    )
+    yield f"{'stage':<24}{'seconds':>8}  {'low - high':<17}{'share':>6}"
+    for name, seconds in typical.stages().items():
+        low, high = plan.fast.stages().get(name, 0.0), plan.slow.stages().get(name, 0.0)
+        remark = ""
+        if name == "teacher" and plan.layout.engine == "verl":
+            remark = f"   waited for; {typical.teacher:.4g} s of work run beside the rollouts"
+        yield f"  {name:<22}{_seconds(seconds):>8}  {_range(low, high):<17}{100 * seconds / typical.total:>5.0f}%{remark}"
+    yield f"  {'step':<22}{_seconds(typical.total):>8}  {_range(plan.fast.total, plan.slow.total):<17}"
+
+
+def _cost(plan: Plan, price: float | None) -> Iterator[str]:
+    times: list[StepTime] = [plan.fast, plan.typical, plan.slow]
+    low, middle, high = (plan.hours(time) for time in times)
+    yield (
+        f"{plan.job.config.steps} steps: {_hours(middle)} ({_hours(low)} - {_hours(high)}), "
+        f"{_figure(middle * plan.gpus)} GPU-hours ({_figure(low * plan.gpus)} - {_figure(high * plan.gpus)})"
+    )
+    if price is not None:
+        costs = [value * plan.gpus * price for value in (low, middle, high)]
+        yield f"at {price:g} a GPU-hour: {_figure(costs[1])} ({_figure(costs[0])} - {_figure(costs[2])})"
+    yield "Not counted: start-up, evaluations, checkpoints, failures."
+
+
+def answers(plan: Plan) -> Iterator[str]:
+    """Will it fit, and what is the bottleneck."""
+    yield _fit_words(plan)
+    if plan.fits:
+        yield _bottleneck_words(plan)
+
+
+def _fit_words(plan: Plan) -> str:
+    wrong = [need for need in plan.layout.needs if need.verdict == "no"]
+    tight = [need for need in plan.layout.needs if need.verdict == "tight"]
+    if wrong:
+        what = "; ".join(
+            f"{need.who}: {need.needed / GB:.1f} GB needed, {need.available / GB:.1f} GB there. To change it: {need.way_out}"
+            for need in wrong
+        )
+        others = f". By this estimate it fits with {' or with '.join(plan.fitting)}" if plan.fitting else ""
+        return f"Will it fit? No. {what}{others}."
+    if tight:
+        names = ", ".join(f"{need.who} ({need.needed / GB:.1f} of {need.available / GB:.1f} GB)" for need in tight)
+        return f"Will it fit? It is tight: {names}, before slack of 5-15 %. To be at ease: {tight[0].way_out}."
+    return "Will it fit? Yes, with room for what the arithmetic leaves out."
+
+
+def _bottleneck_words(plan: Plan) -> str:
+    time, job, layout = plan.typical, plan.job, plan.layout
+    stages = time.stages()
+    name = max(stages, key=lambda stage: stages[stage])
+    share = f"What is the bottleneck? {name.capitalize()}: {100 * stages[name] / time.total:.0f} % of the step. "
+    if name == "rollout":
+        engine = layout.engine == "verl" or job.config.rollout.engine == "vllm"
+        share_now, possible = job.config.vllm.memory_share, int(20 * layout.largest_share) / 20
+        raised = (
+            f"raise vllm.memory_share from {share_now:g} (up to {possible:g} fits)"
+            if possible > share_now
+            else "set a lower rollout.max_tokens"
+        )
+        more = raised if engine else "put the teacher elsewhere, or train an adapter"
+        return share + {
+            "tail": "Most of it, the longest answers are written almost alone, and each token waits for the one before: more "
+            "GPUs hardly help. A lower rollout.max_tokens does, and more rollouts a step cost little",
+            "cache": f"The cache holds {time.rows} of an engine's {-(-job.rollouts // layout.engines)} answers at a time: "
+            f"{more}, or use more GPUs for the student",
+            "bandwidth": "Each decoded token reads the weights and the caches: faster memory or more GPUs for the student help",
+        }.get(time.rollout_limit, "")
+    if name == "teacher":
+        if layout.engine == "local":
+            return share + "Put the teacher behind a server with a GPU of its own, where it works while the student writes"
+        return share + "The student waits for the scores: give the teacher more GPUs (cluster.teacher_gpus)"
+    if name == "update" and time.update_limit == "network":
+        return (
+            share + "FSDP's weights and gradients travel for longer than is computed: raise optim.token_budget (fewer passes)"
+        )
+    if name in ("update", "old log-probs", "reference"):
+        slow = " Experts without expert parallelism reach little of the GPU" if job.student.count.experts else ""
+        return share + f"It is computing: more GPUs for the student help.{slow}"
+    return share + "The step is so small that the overhead of a step counts: make it larger (rollout.prompts_per_step)"
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.2g}" if value < 10 else f"{value:.0f}"
+
+
+def _range(low: float, high: float) -> str:
+    return f"{_seconds(low)} - {_seconds(high)}"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.0f} h" if hours >= 10 else f"{hours:.1f} h" if hours >= 0.1 else f"{3600 * hours:.0f} s"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
