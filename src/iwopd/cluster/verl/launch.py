@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as os_signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -180,11 +180,9 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    handlers: dict[int, Callable[..., object] | int | None] = {}
-    for number in (os_signal.SIGTERM, os_signal.SIGINT):
-        handlers[number] = os_signal.signal(number, note)
+    before = {number: os_signal.signal(number, note) for number in (os_signal.SIGTERM, os_signal.SIGINT)}
     try:
         yield received
     finally:
-        for number, handler in handlers.items():
+        for number, handler in before.items():
             os_signal.signal(number, handler)

@@ -108,6 +108,8 @@ def _device_module() -> ModuleType:
         "current_device": lambda: torch.device("cpu"),
         "get_device_name": lambda *_: "CPU",
         "mem_get_info": lambda *_: (0, 0),
+        "get_rng_state": torch.get_rng_state,
+        "set_rng_state": torch.set_rng_state,
         **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"), nothing),
         **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), zero),
     }
