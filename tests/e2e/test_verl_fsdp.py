@@ -1,7 +1,7 @@
 """Two FSDP2 ranks of verl's own actor worker against the local learner: the same three steps on the same rollouts.
 
-Both sides score the old log-probs themselves, with weights that moved apart if anything before was different. Two passes a step,
-so that in the second one ratios leave 1.
+Both sides score the old log-probs themselves, with weights that moved apart if anything before was different. Two passes a
+step, so that in the second one ratios leave 1.
 """
 
 from __future__ import annotations
