@@ -6,13 +6,14 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,6 +41,7 @@ class Job:
             **testing.environment(),
             MARK: self.mark,
             "RAY_TMPDIR": str(self.ray_folder),
+            "RAY_AUTH_MODE": "disabled",  # else a token would have to travel from `ray start` to the jobs
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             **(variables or {}),
         }
@@ -110,6 +112,19 @@ class Job:
             except OSError:
                 continue
         return names
+
+
+@contextmanager
+def ray_cluster(log: Path, gpus: int) -> Iterator[str]:
+    """A Ray cluster of one node with so many logical GPUs; yields its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
+    command += [f"--port={port}", f"--num-gpus={gpus}", "--num-cpus=16", "--include-dashboard=false"]
+    with Job(command, log=log) as job:
+        job.wait_for(lambda: "Ray runtime started" in job.text(), 120)
+        yield f"127.0.0.1:{port}"
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_support import Job, lines, steps, train
+from cluster_support import Job, ray_cluster, steps, train
 
 START_SECONDS = 600
 END_SECONDS = 120
@@ -83,8 +83,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_is_too_small(tmp_path: Path) -> None:
-    """Three GPUs are asked for, Ray has two: said before anything is loaded."""
-    with train(tmp_path, "run", "--cluster.overrides", '["ray_kwargs.ray_init.num_gpus=2"]') as job:
-        assert job.finish(START_SECONDS) == 1
-        assert "GPU" in job.text()
-    assert not lines(tmp_path / "run" / "metrics.jsonl")
+    """Three GPUs are asked for, the Ray cluster has two: said with both numbers before anything is loaded."""
+    with ray_cluster(tmp_path / "ray.log", gpus=2) as address, train(tmp_path, "run", "--ray-address", address) as job:
+        assert job.finish(START_SECONDS) == 2
+        assert "1 x 3 GPUs" in job.text()
+        assert f"at {address} have 2" in job.text()
+    assert not (tmp_path / "run" / "run.json").exists()

@@ -10,6 +10,7 @@ log-probs under the policy at the start of the step, scored by the trainer. Thos
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.params import LOSS, Settings, dual_clip, read_settings
+from iwopd.config import Method
 
 ADVANTAGES = "iwopd_advantages"
 """Column of the batch in which the hook leaves the advantages that must be computed before the split."""
@@ -47,37 +49,42 @@ def make_loss(name: str) -> Loss:
                 f"{reason}. Start the job with `iwopd train --engine verl` or `python -m iwopd.cluster.verl.main`, whose "
                 "trainer computes it before the split"
             )
-        signal = batch_signal(data, settings)
+        signal = batch_scores(data, settings.method).signal(settings.method)
         return -signal.advantages, _metrics(signal)
 
     loss.__name__ = loss.__qualname__ = name
     return loss
 
 
-def batch_signal(data: Any, settings: Settings, progress: float | None = None) -> TrainingSignal:
-    """The training signal of a batch of verl's, ragged or padded, whole or a part of it."""
+@dataclass(frozen=True)
+class Scores:
+    """Log-probs [B, T] of a batch of verl's, right-padded, in float32."""
+
+    teacher: Tensor
+    old: Tensor
+    mask: Tensor
+    """Boolean."""
+    reference: Tensor | None
+
+    def signal(self, method: Method, progress: float | None = None) -> TrainingSignal:
+        return training_signal(
+            self.teacher, self.old, self.mask, progress=progress, reference_logprobs=self.reference, **method.signal
+        )
+
+
+def batch_scores(data: Any, method: Method) -> Scores:
+    """The log-probs that the method needs, of a batch that is ragged or padded, whole or a part of it."""
     from verl.workers.utils.padding import no_padding_2_padding
 
-    method = settings.method
-    for name, remedy in _NEEDED.items():
+    needed = _NEEDED | (_NEEDED_BY_EXOPD if method.advantage == "exopd" else {})
+    for name, remedy in needed.items():
         if name not in data:
-            raise VerlError(f"the batch has no {name!r}, and the loss {method.weights!r} is made from it: {remedy}")
-    mask = padded(data["response_mask"]).bool()
-    reference = None
-    if method.advantage == "exopd":
-        if "ref_log_prob" not in data:
-            raise VerlError(
-                "the batch has no 'ref_log_prob', which ExOPD's reward is measured from; verl scores the reference (the "
-                "student's first weights) only with actor_rollout_ref.actor.use_kl_loss=true (and kl_loss_coef=0)"
-            )
-        reference = padded(data["ref_log_prob"]).float()
-    return training_signal(
-        no_padding_2_padding(data["teacher_logprobs"], data).squeeze(-1).float(),
-        padded(data["old_log_probs"]).float(),
-        mask,
-        progress=progress,
-        reference_logprobs=reference,
-        **method.signal,
+            raise VerlError(f"the batch has no {name!r}, and the method is made from it: {remedy}")
+    return Scores(
+        teacher=no_padding_2_padding(data["teacher_logprobs"], data).squeeze(-1).float(),
+        old=padded(data["old_log_probs"]).float(),
+        mask=padded(data["response_mask"]).bool(),
+        reference=padded(data["ref_log_prob"]).float() if method.advantage == "exopd" else None,
     )
 
 
@@ -85,6 +92,10 @@ _NEEDED = {
     "teacher_logprobs": "set distillation.enabled=true and name a teacher",
     "old_log_probs": "they are scored by the trainer before the update; use verl's synchronous trainer (trainer.use_v1=true)",
     "response_mask": "verl's agent loop writes it",
+}
+_NEEDED_BY_EXOPD = {
+    "ref_log_prob": "verl scores the reference (the student's first weights) only with "
+    "actor_rollout_ref.actor.use_kl_loss=true (and kl_loss_coef=0)",
 }
 
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from iwopd.errors import UserError
 
 
-@hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
+@hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)  # type: ignore[untyped-decorator]
 def main(config: DictConfig) -> None:
     """Check, then train."""
     try:

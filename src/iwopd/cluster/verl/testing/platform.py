@@ -22,7 +22,7 @@ def install() -> None:
     dist.all_reduce = _average_by_hand(dist.all_reduce)
 
 
-class PlatformCPU(PlatformBase):
+class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
     """The CPU as one accelerator a process: memory is 0, streams and caches are nobody's."""
 
     @property
