@@ -2,16 +2,20 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from iwopd.cluster.verl.checks import check_settings
 from iwopd.cluster.verl.errors import VerlError
-from iwopd.cluster.verl.fields import FIELDS
+from iwopd.cluster.verl.fields import FIELDS, table
 from iwopd.cluster.verl.prompts import load_order, messages, write_prompts
 from iwopd.cluster.verl.translate import environment_overrides, literal, places, translate
 from iwopd.config import Config, make_config, settings
@@ -315,3 +319,27 @@ def test_prompts_that_verl_cannot_have_are_refused(tmp_path: Path) -> None:
     order.prompts = [Prompt(p.id, (*p.token_ids, 3), metadata=p.metadata) for p in order.prompts]
     with pytest.raises(DataError, match="13 ids here and 12"):
         write_prompts(config, order, tokenizer, places(config, tmp_path))
+
+
+DOCS = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOCS, flags=re.DOTALL)
+
+
+def test_the_documentation_has_the_table() -> None:
+    assert table() in DOCS, "docs/cluster.md is behind: see fields.table()"
+
+
+def test_the_examples_of_the_documentation_can_be_read() -> None:
+    (script,) = _blocks("bash")
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    (job,) = (yaml.safe_load(text) for text in _blocks("yaml"))
+    assert job["kind"] == "RayJob"
+    for text in (script, job["spec"]["entrypoint"]):
+        words = shlex.split(text.partition("iwopd train")[2].partition("&")[0])
+        given = dict(pairwise(words))
+        assert (given["--engine"], given["--nodes"], given["--gpus-per-node"]) == ("verl", "4", "8")
+        settings_named = {word.removeprefix("--").replace("-", "_") for word in words if "." in word and word.startswith("--")}
+        assert settings_named <= set(FIELDS)

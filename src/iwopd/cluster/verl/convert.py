@@ -20,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from safetensors import safe_open
+
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.config import Config
 from iwopd.errors import UserError
@@ -29,6 +31,7 @@ from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.rundir import RunDirectory
 
 _STEP = re.compile(r"global_step_(\d+)")
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 SHARDS = ("model", "optim", "extra_state")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -104,6 +107,7 @@ def _plain_folder(config: Config, actor: Path, target: Path) -> Path:
         shutil.copytree(saved, target, copy_function=_link)
     else:
         _merge(actor, target)
+    _name_dtype(target)
     from iwopd.cluster.verl.translate import model_path
 
     try:
@@ -114,6 +118,15 @@ def _plain_folder(config: Config, actor: Path, target: Path) -> Path:
         (target / name).unlink(missing_ok=True)
     tokenizer.save_pretrained(target)
     return target
+
+
+def _name_dtype(folder: Path) -> None:
+    """The precision of the weights, which verl's config.json gets wrong: loaded as it says they would be rounded."""
+    path = folder / "config.json"
+    with safe_open(min(folder.glob("*.safetensors")), framework="pt") as file:
+        dtype = DTYPES.get(file.get_slice(next(iter(file.keys()))).get_dtype())
+    if dtype is not None:
+        path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), "dtype": dtype}, indent=2) + "\n")
 
 
 def _link(source: str, target: str) -> None:
@@ -128,7 +141,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _merge(actor: Path, target: Path) -> None:
-    """Verl's own merger, in a process of its own: shards are pickles, which are not opened here."""
+    """By verl's own merger, in a process of its own: shards are pickles, which are not opened here. It writes bfloat16."""
     command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
     command += ["--local_dir", str(actor), "--target_dir", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)

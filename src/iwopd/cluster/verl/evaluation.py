@@ -71,6 +71,10 @@ class Validations:
         while self._waiting and (wait or self._waiting[0].done()):
             yield from self._waiting.pop(0).result()
 
+    def missing(self) -> list[int]:
+        """Steps whose answers never became complete."""
+        return sorted({int(path.stem) for path in self.folder.glob("*.jsonl")} - self._seen) if self.folder.is_dir() else []
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 

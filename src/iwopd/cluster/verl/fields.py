@@ -182,3 +182,17 @@ FIELDS: dict[str, Treatment] = {
     "cluster.patience": Treatment("launcher", "when a job without progress is ended"),
     "cluster.overrides": _mapped("as they stand, last"),
 }
+
+TITLES: dict[Kind, str] = {
+    "mapped": "becomes",
+    "data": "goes into",
+    "launcher": "the launcher:",
+    "unused": "means nothing there:",
+    "only": "other values are refused:",
+}
+
+
+def table() -> str:
+    """The same for the documentation."""
+    rows = [f"| `{name}` | {TITLES[found.kind]} | {found.text} |" for name, found in FIELDS.items()]
+    return "\n".join(["| setting | | |", "| --- | --- | --- |", *rows])

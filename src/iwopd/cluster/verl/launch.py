@@ -127,6 +127,8 @@ def _follow(
                 tracker.evaluation(evaluation, 0.0)
             saved = max([saved, *adopt(config, run, where.checkpoints)])
             if code is not None:
+                for number in answers.missing():
+                    tracker.say(f"step {number}: answers are missing in {where.validation}, so its evaluation is left out")
                 break
             if received:
                 job.end()

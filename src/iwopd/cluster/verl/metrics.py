@@ -114,7 +114,7 @@ def _measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _truncated(config: Config, numbers: Mapping[str, Any]) -> float:
-    """Verl counts the answers that are as long as the batch's longest: those are cut off only if that one is."""
+    """Share of answers at the limit. verl compares with the longest of the batch, which need not be at it."""
     longest = numbers.get("response_length/max", math.nan)
     return 0.0 if longest < response_tokens(config) else float(numbers.get("response_length/clip_ratio", math.nan))
 
