@@ -4,9 +4,9 @@
     python bench/plan.py --published   # only the comparison with published figures (no measuring)
 
 Measured here: FLOPs of update, scores and decoding by torch's counter against the formula (they must be equal); memory of an
-update by the process's resident size against `step_memory` (5 % below to 45 % above it); and which share of the CPU's own matrix-product rate
-and memory bandwidth the stages reach, for what it is worth. What only a GPU can show stays an assumption, and is compared
-with what others published instead. Exit code 1 if a check fails.
+update by the process's resident size against `step_memory` (5 % below to 45 % above it); and which share of the CPU's own
+matrix-product rate and memory bandwidth the stages reach, for what it is worth. What only a GPU can show stays an assumption,
+and is compared with what others published instead. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ def answers(plan: Plan) -> Iterator[str]:
         yield f"{_bottleneck_words(plan)}."
     if plan.fits and plan.layout.engine == "verl" and (busy := plan.typical.teacher / plan.typical.total) < IDLE:
         yield (
-            f"The teacher's {plan.layout.teacher_gpus} GPUs work {100 * busy:.0f} % of the time; fewer would do, if the student's "
-            f"others divide the {plan.job.rollouts // plan.job.config.optim.mini_batches} rollouts of an update."
+            f"The teacher's {plan.layout.teacher_gpus} GPUs work {100 * busy:.0f} % of the time; fewer would do, if the others "
+            f"divide the {plan.job.rollouts // plan.job.config.optim.mini_batches} rollouts of an update."
         )
 
 
