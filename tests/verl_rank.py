@@ -38,7 +38,11 @@ def main(folder: Path) -> None:
         OmegaConf.resolve(config)
         worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor", distillation_config=config.distillation)
         worker.init_model()
-        losses = [update(worker, config, settings, rollouts, step) for step, rollouts in enumerate(job["steps"], 1)]
+        reference = None
+        if config.actor_rollout_ref.actor.use_kl_loss:  # as verl's trainer decides
+            reference = ActorRolloutRefWorker(config.actor_rollout_ref, role="ref")
+            reference.init_model()
+        losses = [update(worker, reference, config, settings, rollouts, step) for step, rollouts in enumerate(job["steps"], 1)]
         weights = {key: value.full_tensor().clone() for key, value in worker.actor.engine.module.named_parameters()}
         if dist.get_rank() == 0:
             save_file(weights, folder / f"{name}.safetensors")
@@ -47,20 +51,25 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def update(worker: Any, config: Any, settings: Any, rollouts: list[dict[str, list[Any]]], step: int) -> list[float]:
+def update(
+    worker: Any, reference: Any, config: Any, settings: Any, rollouts: list[dict[str, list[Any]]], step: int
+) -> list[float]:
     """One step on these rollouts; returns the loss of each update."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batch = as_batch(rollouts)
     rows = list(range(len(rollouts)))
     mine = rows[rank * len(rows) // ranks : (rank + 1) * len(rows) // ranks]
 
-    scoring = tu.index_select_tensor_dict(batch, mine)
-    tu.assign_non_tensor(scoring, calculate_entropy=True, compute_loss=False, temperature=1.0)
-    scored = worker.compute_log_prob(scoring)
-    own = [row.tolist() for row in response_from_nested(scored["log_probs"], scoring["response_mask"]).unbind()]
-    parts: list[Any] = [None] * ranks
-    dist.all_gather_object(parts, own)
-    batch["old_log_probs"] = ragged([row for part in parts for row in part])
+    scorers = {"old_log_probs": worker.compute_log_prob}
+    if reference is not None:
+        scorers["ref_log_prob"] = reference.compute_ref_log_prob
+    for name, score in scorers.items():
+        scoring = tu.index_select_tensor_dict(batch, mine)
+        tu.assign_non_tensor(scoring, calculate_entropy=False, compute_loss=False, temperature=1.0)
+        own = response_from_nested(score(scoring)["log_probs"], scoring["response_mask"])
+        parts: list[Any] = [None] * ranks
+        dist.all_gather_object(parts, [row.tolist() for row in own.unbind()])
+        batch[name] = ragged([row for part in parts for row in part])
 
     columns = {name: batch[name].to_padded_tensor(0) for name in ("old_log_probs", "rollout_log_probs", "response_mask")}
     corrected, _ = compute_rollout_correction_and_add_to_batch(

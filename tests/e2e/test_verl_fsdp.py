@@ -39,8 +39,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "iw-opd": {"weights": "cumulative-share", "params": {"gamma": 0.5}},
     "ideal": {"weights": "ideal", "params": {"alpha": 0.1}},
     "prefix-only": {"weights": "prefix-only", "params": {"ratio": 0.5}},
+    "iw-exopd": {"advantage": "exopd", "weights": "cumulative-share"},
 }
-"""In the worker's loss; before the split, because of the batch; before the split, because of the denominator."""
+"""In the worker's loss; before the split, because of the batch; or because of the denominator; with verl's reference worker."""
 
 
 @pytest.mark.slow
@@ -105,16 +106,22 @@ def given_rollouts(folder: Path) -> list[list[Rollout]]:
 def by_local_learner(config: Config, steps: list[list[Rollout]]) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after the steps, and the loss of each step."""
     student, teacher = load(config.models.student), load(config.models.teacher)
+    reference = load(config.models.student) if config.method.needs_reference else None
     learner = Learner(ResponseModel(student), config.optim, config.method, Accelerator(cpu=True), Ranks())
     losses = []
     for step, rollouts in enumerate(steps, 1):
-        scores = LocalScorer(student).score(rollouts), LocalScorer(teacher).score(rollouts)
+        scores = [LocalScorer(model).score(rollouts) for model in (student, teacher, reference) if model is not None]
         batch = TokenBatch.collate(
             [ScoredRollout(*item) for item in zip(rollouts, *scores, strict=True)], correct_rollouts=True
         )
         progress = training_progress(step, config.steps)
         signal = training_signal(
-            batch.teacher_logprobs, batch.old_logprobs, batch.mask, progress=progress, **config.method.signal
+            batch.teacher_logprobs,
+            batch.old_logprobs,
+            batch.mask,
+            progress=progress,
+            reference_logprobs=batch.reference_logprobs,
+            **config.method.signal,
         )
         update = learner.update(batch, signal, seed=0, step=step)
         assert update.updates == config.optim.ppo_epochs
@@ -155,7 +162,7 @@ def run_verl(folder: Path, configs: dict[str, Config], steps: list[list[Rollout]
             command = [sys.executable, "-W", "ignore", str(TESTS / "verl_rank.py"), str(folder)]
             processes.append(subprocess.Popen(command, env=shared | variables, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [process.wait(timeout=240) for process in processes]
+        codes = [process.wait(timeout=900) for process in processes]
     finally:
         for process in processes:
             process.kill()

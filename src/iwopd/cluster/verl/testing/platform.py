@@ -1,4 +1,4 @@
-"""A platform `cpu` for verl, and the three places where torch on gloo needs other words than on NCCL."""
+"""A platform `cpu` for verl, and the places where torch on gloo needs other words than on NCCL, or asks for an accelerator."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def install() -> None:
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
     dist.init_process_group = _one_backend_a_device(dist.init_process_group)
     dist.all_reduce = _average_by_hand(dist.all_reduce)
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]  # no accelerator to copy to
 
 
 class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
