@@ -11,7 +11,7 @@ from iwopd.cluster.verl.checks import check_installed, check_other_teachers, che
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.job import check_size, ray_address
 from iwopd.cluster.verl.pools import Pool, Pools, pools
-from iwopd.config import Config, make_config
+from iwopd.config import Config, load_config, make_config
 from iwopd.errors import UserError
 from iwopd.tiny import build_tokenizer
 from models import save_pair
@@ -175,3 +175,10 @@ def test_no_ray_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "CONNECT", 15.0)
     with pytest.raises(VerlError, match=r"no Ray cluster answers at 127.0.0.1:1"):
         job._ask("127.0.0.1:1")
+
+
+def test_every_recipe_can_run_on_the_papers_cluster() -> None:
+    recipes = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
+    assert len(recipes) > 50
+    for recipe in recipes:
+        check_settings(load_config(recipe, {"cluster.nodes": 4, "cluster.gpus_per_node": 8}))
