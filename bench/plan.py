@@ -4,9 +4,9 @@
     python bench/plan.py --published   # only the comparison with published figures (no measuring)
 
 Measured here: FLOPs of update, scores and decoding by torch's counter against the formula (they must be equal); memory of an
-update by the process's resident size against `step_memory` (within 25 %); and which share of the CPU's own matrix-product rate
-and memory bandwidth the stages reach, for what it is worth. What only a GPU can show stays an assumption, and is compared
-with what others published instead. Exit code 1 if a check fails.
+update by the process's resident size against `step_memory` (5 % below to 45 % above it); and which share of the CPU's own
+matrix-product rate and memory bandwidth the stages reach, for what it is worth. What only a GPU can show stays an assumption,
+and is compared with what others published instead. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from iwopd.cluster.plan.rates import FAST, SLOW, TYPICAL, Rates
 from iwopd.cluster.plan.rollouts import answer_lengths, decode_seconds, step_seconds
 from iwopd.cluster.plan.work import all_flops, decode_bytes, decode_flops, forward_flops, update_flops
 
-TOLERANCE = 0.25
-"""Of predicted against measured memory."""
+LEAST, MOST = 0.95, 1.45
+"""Predicted by measured memory. The parts that are added up do not all meet, so the sum is above what is ever in use."""
 PROMPT, VOCABULARY = 32, 4096
 
 
@@ -375,7 +375,7 @@ def main() -> int:
             print(f"  {name:<28}{formula:>16,.0f}{counted:>16,.0f}  {'equal' if formula == counted else 'DIFFERENT'}")
         print("memory of an update beside the weights, MB: predicted, measured")
         for name, predicted, measured in memory():
-            failed |= abs(predicted / measured - 1) > TOLERANCE
+            failed |= not LEAST < predicted / measured < MOST
             print(f"  {name:<52}{predicted / 1e6:>8.0f}{measured / 1e6:>8.0f}  {predicted / measured:.2f}")
         print("share of this CPU's best rate, one thread")
         for name, share in shares():

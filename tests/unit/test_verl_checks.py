@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from iwopd.cluster.verl import checks, job
-from iwopd.cluster.verl.checks import check_installed, check_settings, examine
+from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, examine
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.job import check_size, ray_address
 from iwopd.cluster.verl.pools import Pool, Pools, pools
 from iwopd.config import Config, make_config
+from iwopd.errors import UserError
 from iwopd.tiny import build_tokenizer
 from models import save_pair
 
@@ -138,6 +139,10 @@ def test_the_doctor_compares_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(vocabulary))
     found = {(finding.level, finding.check) for finding in examine(config, tmp_path / "run")}
     assert ("fail", "vocabulary") in found
+    several = make_config({**tree, "teacher": {"others": {"code": {"model": str(tmp_path / "teacher")}}}})
+    with pytest.raises(UserError, match="tokenizer"):
+        check_other_teachers(several, build_tokenizer())
+    check_other_teachers(config, build_tokenizer())
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

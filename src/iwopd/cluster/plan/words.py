@@ -10,6 +10,8 @@ from iwopd.cluster.plan.layout import Need
 from iwopd.cluster.plan.models import Model
 
 GB = 1e9
+IDLE = 0.3
+"""Share of a step below which the teacher's GPUs are worth a remark."""
 LABEL = "An estimate: arithmetic and published rates (docs/plan.md). Nothing of it was run on a GPU."
 
 
@@ -122,7 +124,7 @@ def _time(plan: Plan) -> Iterator[str]:
         low, high = plan.fast.stages().get(name, 0.0), plan.slow.stages().get(name, 0.0)
         remark = ""
         if name == "teacher" and plan.layout.engine == "verl":
-            remark = f"   waited for; {typical.teacher:.4g} s of work run beside the rollouts"
+            remark = f"   waited for; {_seconds(typical.teacher)} s of work run beside the rollouts"
         yield f"  {name:<22}{_seconds(seconds):>8}  {_range(low, high):<17}{100 * seconds / typical.total:>5.0f}%{remark}"
     yield f"  {'step':<22}{_seconds(typical.total):>8}  {_range(plan.fast.total, plan.slow.total):<17}"
 
@@ -144,7 +146,12 @@ def answers(plan: Plan) -> Iterator[str]:
     """Will it fit, and what is the bottleneck."""
     yield _fit_words(plan)
     if plan.fits:
-        yield _bottleneck_words(plan)
+        yield f"{_bottleneck_words(plan)}."
+    if plan.fits and plan.layout.engine == "verl" and (busy := plan.typical.teacher / plan.typical.total) < IDLE:
+        yield (
+            f"The teacher's {plan.layout.teacher_gpus} GPUs work {100 * busy:.0f} % of the time; fewer would do, if the others "
+            f"divide the {plan.job.rollouts // plan.job.config.optim.mini_batches} rollouts of an update."
+        )
 
 
 def _fit_words(plan: Plan) -> str:
@@ -193,8 +200,8 @@ def _bottleneck_words(plan: Plan) -> str:
             share + "FSDP's weights and gradients travel for longer than is computed: raise optim.token_budget (fewer passes)"
         )
     if name in ("update", "old log-probs", "reference"):
-        slow = " Experts without expert parallelism reach little of the GPU" if job.student.count.experts else ""
-        return share + f"It is computing: more GPUs for the student help.{slow}"
+        slow = ". Experts without expert parallelism reach little of a GPU" if job.student.count.experts else ""
+        return share + f"It is computing: more GPUs for the student help{slow}"
     return share + "The step is so small that the overhead of a step counts: make it larger (rollout.prompts_per_step)"
 
 

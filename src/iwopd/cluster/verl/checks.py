@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from iwopd.cluster.verl import params
 from iwopd.cluster.verl.errors import VerlError
@@ -14,12 +15,14 @@ from iwopd.cluster.verl.fields import FIELDS
 from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.cluster.verl.translate import DEFAULT_TEACHER, places, prompt_tokens, response_tokens, translate
 from iwopd.config import Config
+from iwopd.models import ModelSource
 from iwopd.train.doctor import Finding
 from iwopd.train.doctor.case import open_case
 from iwopd.train.doctor.chat import check_template
 from iwopd.train.doctor.data import check_data
 from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
 from iwopd.train.doctor.lengths import check_context
+from iwopd.vocabulary import check_same_tokenizer
 
 VERL = "0.9.1"
 """The one version that this was tested with; `driver.py` insists on it, too."""
@@ -69,6 +72,13 @@ def examine(config: Config, folder: Path) -> Iterator[Finding]:
     configs = {member.name: member.config for member in case.members.values() if member.config is not None}
     if configs and not case.data_problem:
         yield from check_context(case, configs)
+
+
+def check_other_teachers(config: Config, tokenizer: Any) -> None:
+    """Ids mean the same to every further teacher, too; the doctor looks at the first."""
+    for other in config.teacher.others.values():
+        source = ModelSource.of(str(other.model))
+        check_same_tokenizer(tokenizer, source, trust_remote_code=config.models.trust_remote_code)
 
 
 def _refused(config: Config) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from iwopd import tiny
-from iwopd.cluster.verl.checks import check_installed, check_settings, examine
+from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, examine
 from iwopd.cluster.verl.convert import adopt, check_ranks, newest
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
 from iwopd.cluster.verl.job import LOCAL, Job, check_size, command, ray_address, shown
@@ -61,6 +61,8 @@ def run_on_verl(
     check_size(config, address)
     open_world(config, progress)  # verl finds the models there
     order, tokenizer = load_order(config, messages.append)
+    if doctor:
+        check_other_teachers(config, tokenizer)
     tasks = evaluated_tasks(config, tokenizer)
     where = places(config, folder, _launches(folder) + 1)
     done = _prepare(config, run, order.fingerprint(), where, resume=resume, allow_changes=allow_changes)
@@ -132,7 +134,7 @@ def _follow(
             if received:
                 job.end()
                 name = os_signal.Signals(received[0]).name
-                raise TrainingStoppedError(f"stopped by {name} after step {step}; {_resume(saved)}", 128 + received[0])
+                raise TrainingStoppedError(f"stopped by {name} after step {step}. {_resume(saved)}", 128 + received[0])
             if time.monotonic() - last > config.cluster.patience:
                 raise TrainingStoppedError(
                     f"no step was finished in {config.cluster.patience:g} s (cluster.patience) after step {step}, so the job "
@@ -169,7 +171,7 @@ def _examined(config: Config, folder: Path) -> list[str]:
 
 
 def _launches(folder: Path) -> int:
-    return len(list((folder / "verl").glob("metrics-*.jsonl")))
+    return len(list((folder / "verl").glob("log-*.txt")))
 
 
 @contextmanager
