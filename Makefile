@@ -3,7 +3,7 @@
 # make test-real   trains a real pretrained model (SmolLM2-135M from PyPI, 93 MB; a quarter of an hour with two cores)
 # make lint    ruff and mypy
 # make test-vllm   tests against the real vLLM, in an environment of its own, .venv-vllm/ (3.5 GB)
-# make test-cluster   whole jobs on verl (Ray, servers, two workers; CPU is enough), and what happens when parts of them die
+# make test-cluster   more whole jobs on verl than `make test` runs (Ray, servers, two workers; no GPU), and what happens when parts of them die
 # make bench   benchmarks (half an hour; prints the tables of docs/performance.md and docs/evaluation.md)
 # make demo    the demonstration
 

@@ -15,6 +15,7 @@ from cluster_support import steps
 from iwopd.tiny import open_world
 
 GAMMA = 0.5
+pytestmark = pytest.mark.slow
 
 
 def test_correction_stays_at_one(whole_run: Path) -> None:

@@ -57,13 +57,13 @@ def test_validation_may_miss_some() -> None:
     assert len(batch.keys) == 5
 
 
-def test_other_errors_stay_what_they_are() -> None:
-    buffer = Buffer(1)
-
-    def broken(**_: Any) -> Any:
+class BrokenBuffer(Buffer):
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
         raise RuntimeError("the queue is gone")
 
-    buffer.sample = broken  # type: ignore[method-assign]
+
+def test_other_errors_stay_what_they_are() -> None:
+    buffer = BrokenBuffer(1)
     watch.Watch(buffer, dict, 1)
     with pytest.raises(RuntimeError, match="the queue is gone"):
         buffer.sample(global_steps=1, partition_id="train", batch_size=1)

@@ -20,7 +20,7 @@ def install() -> None:
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
     dist.init_process_group = _one_backend_a_device(dist.init_process_group)
     dist.all_reduce = _average_by_hand(dist.all_reduce)
-    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]  # no accelerator to copy to
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]  # no accelerator to copy to
 
 
 class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
