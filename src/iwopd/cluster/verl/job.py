@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from iwopd.cluster.verl.errors import VerlError
-from iwopd.cluster.verl.translate import Places, environment, environment_overrides, literal, translate
+from iwopd.cluster.verl.translate import TEACHERS, Places, environment, environment_overrides, literal, translate
 from iwopd.config import Config
 
 PROGRAM = "iwopd.cluster.verl.main"
@@ -48,6 +48,9 @@ def command(config: Config, where: Places, address: str, resume: Path | None = N
         variables |= testing.environment()
         gpus = config.cluster.nodes * config.cluster.gpus_per_node
         overrides += testing.overrides(gpus if address == LOCAL else None)
+        if config.teacher.others:
+            names = [f"{TEACHERS}.iwopd_{number}" for number in range(1 + len(config.teacher.others))]
+            overrides += [f"++{name}.inference.name=hf" for name in names]
     return ["-m", PROGRAM, *overrides], {"RAY_ADDRESS": address, **variables}
 
 
