@@ -89,7 +89,7 @@ def test_what_a_decoding_step_reads_is_there() -> None:
     from transformers import DynamicCache
 
     transformer = make_model("qwen3").eval()
-    cache = DynamicCache(config=transformer.config)
+    cache: Any = DynamicCache(config=transformer.config)
     with torch.no_grad():
         transformer(input_ids=torch.ones(3, 10, dtype=torch.long), past_key_values=cache)
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
