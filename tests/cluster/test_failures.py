@@ -70,7 +70,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         pytest.skip("needs a mount namespace for a small file system")
     small = tmp_path / "small"
     small.mkdir()
-    script = 'mount -t tmpfs -o size=4m none "$0" && "$@"; code=$?; cp -r "$0" "$0-seen"; exit $code'
+    script = 'mount -t tmpfs -o size=3m none "$0" && "$@"; code=$?; cp -r "$0" "$0-seen"; exit $code'
     wrapper = [unshare, *flags, "sh", "-c", script, str(small)]
     with train(tmp_path, "run", "--cluster.checkpoints", str(small), wrapper=wrapper) as job:
         assert job.finish(START_SECONDS) == 1

@@ -17,7 +17,7 @@ from models import save_pair
 
 
 def _config(cluster: dict[str, Any] | None = None, **sections: Any) -> Config:
-    tree = {
+    tree: dict[str, Any] = {
         "models": {"student": "org/student", "teacher": "org/teacher"},
         "data": {"prompts": "prompts.jsonl"},
         "rollout": {"max_tokens": 100, "prompts_per_step": 1024},
@@ -114,13 +114,13 @@ def test_overrides_that_may_be_set() -> None:
 
 
 def test_without_verl_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None if name == "verl" else object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "verl" else object())
     with pytest.raises(VerlError, match=r"needs verl.*pip install 'iwopd\[verl\]'"):
         check_installed()
 
 
 def test_another_version_of_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(checks, "version", lambda name: "0.10.0")
     with pytest.raises(VerlError, match=r"verl 0.10.0 is installed.*verl==0.9.1"):
         check_installed()

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +13,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from iwopd.cluster.verl import launch
 from iwopd.cluster.verl.convert import adopt, check_ranks, newest, whole_checkpoints
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks, judge, label
 from iwopd.cluster.verl.job import Job
 from iwopd.cluster.verl.metrics import MetricsFile, step_stats
+from iwopd.cluster.verl.translate import places
 from iwopd.config import Config, make_config
 from iwopd.models import load_model
 from iwopd.tiny import build_tokenizer
 from iwopd.train.checkpoint import CheckpointStore
+from iwopd.train.loop import TrainingStoppedError
 from iwopd.train.run import run_training
 from iwopd.train.rundir import RunDirectory, RunError
 from iwopd.train.tracking import Tracker
@@ -227,3 +233,67 @@ def test_why_a_job_failed(tmp_path: Path, log: str, words: str) -> None:
     job.process.wait()
     assert words in job.last_words()
     job.end()
+
+
+JOB = """
+import json, pathlib, sys, time
+folder, step = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+(folder / "metrics-001.jsonl").write_text("".join(json.dumps({"step": n, "data": step}) + chr(10) for n in (1, 2)))
+"""
+"""Two steps of a job, as verl would log them."""
+
+
+def _follow(tmp_path: Path, then: str, received: list[int] | None = None, **cluster: Any) -> tuple[int, Job, RunDirectory]:
+    config = _config(cluster=cluster, eval={"prompts": 0}, tracking={"console": "off"})
+    run = RunDirectory(tmp_path / "run")
+    run.create(config, "data", engine="verl")
+    where = places(config, run.path)
+    where.folder.mkdir()
+    job = Job(["-c", JOB + then, str(where.folder), json.dumps(STEP)], {}, where.folder / "log-001.txt")
+    tracker = Tracker(config, run)
+    try:
+        return launch._follow(config, run, where, job, tracker, Validations([], tmp_path), received or [], 0), job, run
+    finally:
+        tracker.close()
+        assert job.process.returncode is not None  # whatever happens, it has ended
+        assert [record["step"] for record in run.read("metrics.jsonl")][:2] in ([1, 2], [])
+
+
+def test_a_job_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(TrainingStoppedError, match=r"(?s)ended after step 2: ValueError: no more.*start again") as caught:
+        _follow(tmp_path, "raise ValueError('no more')")
+    assert caught.value.exit_code == 1
+
+
+def test_a_job_that_ends_early_is_no_success(tmp_path: Path) -> None:
+    with pytest.raises(TrainingStoppedError, match="ended after step 2"):
+        _follow(tmp_path, "")
+
+
+def test_what_the_user_can_set_right_has_its_own_exit_code(tmp_path: Path) -> None:
+    with pytest.raises(TrainingStoppedError, match="the plugin is not there") as caught:
+        _follow(tmp_path, "print('iwopd: the plugin is not there'); sys.exit(2)")
+    assert caught.value.exit_code == 2
+
+
+def test_a_job_without_progress_is_ended(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(TrainingStoppedError, match=r"no step was finished in 3 s \(cluster.patience\) after step 2"):
+        _follow(tmp_path, "time.sleep(600)", patience=3.0)
+    assert time.monotonic() - began < 120
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
+def test_a_signal_ends_the_job(tmp_path: Path, number: int, name: str) -> None:
+    with launch._signals() as received:
+        os.kill(os.getpid(), number)
+        with pytest.raises(TrainingStoppedError, match=f"stopped by {name}") as caught:
+            _follow(tmp_path, "time.sleep(600)", received)
+    assert caught.value.exit_code == 128 + number
+
+
+def test_a_job_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("iwopd.cluster.verl.job.GRACE", 0.5)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    with pytest.raises(TrainingStoppedError, match="no step was finished"):
+        _follow(tmp_path, deaf, patience=3.0)

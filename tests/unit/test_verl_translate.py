@@ -8,10 +8,11 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from iwopd.cluster.verl.checks import check_settings
 from iwopd.cluster.verl.errors import VerlError
@@ -23,14 +24,14 @@ from iwopd.data.fields import DataError
 from iwopd.types import Prompt
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-BASE = {
+BASE: dict[str, Any] = {
     "models": {"student": "org/student", "teacher": "org/teacher"},
     "data": {"prompts": "prompts.jsonl"},
     "rollout": {"max_tokens": 100, "prompts_per_step": 48},
 }
-WORLD = {"models": {"world": "clean"}, "rollout": {"prompts_per_step": 48}}
+WORLD: dict[str, Any] = {"models": {"world": "clean"}, "rollout": {"prompts_per_step": 48}}
 
-OTHER = {
+OTHER: dict[str, Any] = {
     "seed": 3,
     "steps": 7,
     "threads": 2,
@@ -139,7 +140,7 @@ OTHER = {
     "cluster.overrides": ["trainer.balance_batch=false"],
 }
 """Another value than the default for every setting that is mapped, unused or limited."""
-COMPANIONS = {
+COMPANIONS: dict[str | None, dict[str, Any]] = {
     "models.student_size": WORLD,
     "models.teacher_size": WORLD,
     "models.lineage": WORLD,

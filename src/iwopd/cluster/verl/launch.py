@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as os_signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -12,7 +12,6 @@ from types import FrameType
 from iwopd import tiny
 from iwopd.cluster.verl.checks import check_installed, check_settings, examine
 from iwopd.cluster.verl.convert import adopt, check_ranks, newest
-from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
 from iwopd.cluster.verl.job import LOCAL, Job, check_size, command, ray_address, shown
 from iwopd.cluster.verl.metrics import MetricsFile, step_stats
@@ -123,7 +122,7 @@ def _follow(
                 tracker.step(step_stats(config, step, numbers))
                 last = time.monotonic()
             answers.look(step)
-            for evaluation in answers.finished(wait=code == 0):
+            for evaluation in answers.finished(wait=code is not None):
                 tracker.evaluation(evaluation, 0.0)
             saved = max([saved, *adopt(config, run, where.checkpoints)])
             if code is not None:
@@ -181,14 +180,9 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    handlers: dict[int, Callable[..., object] | int | None] = {}
-    for number in (os_signal.SIGTERM, os_signal.SIGINT):
-        handlers[number] = os_signal.signal(number, note)
+    before = {number: os_signal.signal(number, note) for number in (os_signal.SIGTERM, os_signal.SIGINT)}
     try:
         yield received
     finally:
-        for number, handler in handlers.items():
+        for number, handler in before.items():
             os_signal.signal(number, handler)
-
-
-__all__ = ["VerlError", "dry_run", "run_on_verl"]

@@ -61,6 +61,8 @@ class Watch:
         import ray
 
         actors = self._actors()
+        if not actors:
+            return []
         self._refs |= {name: actor.__ray_ready__.remote() for name, actor in actors.items() if name not in self._refs}
         answered, _ = ray.wait(list(self._refs.values()), num_returns=len(self._refs), timeout=1.0)
         dead = []

@@ -20,7 +20,7 @@ def install() -> None:
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
     dist.init_process_group = _one_backend_a_device(dist.init_process_group)
     dist.all_reduce = _average_by_hand(dist.all_reduce)
-    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]  # no accelerator to copy to
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]  # no accelerator to copy to
 
 
 class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
@@ -108,6 +108,8 @@ def _device_module() -> ModuleType:
         "current_device": lambda: torch.device("cpu"),
         "get_device_name": lambda *_: "CPU",
         "mem_get_info": lambda *_: (0, 0),
+        "get_rng_state": torch.get_rng_state,
+        "set_rng_state": torch.set_rng_state,
         **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"), nothing),
         **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), zero),
     }
