@@ -169,7 +169,7 @@ def _examined(config: Config, folder: Path) -> list[str]:
 
 
 def _launches(folder: Path) -> int:
-    return len(list((folder / "verl").glob("metrics-*.jsonl")))
+    return len(list((folder / "verl").glob("log-*.txt")))
 
 
 @contextmanager
