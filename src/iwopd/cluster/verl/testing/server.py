@@ -41,7 +41,8 @@ class Server:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(1)
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = model.eval()
         self._stop_ids = frozenset(_stop_ids(self._model, AutoTokenizer.from_pretrained(path)))
         self._max_tokens = max_tokens
         self._seed = seed
