@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from iwopd.cluster.plan.gpus import Gpu, PlanError
-from iwopd.cluster.plan.job import ClusterSettings, Job
+from iwopd.cluster.plan.job import Job
+from iwopd.config.cluster import Cluster
 from iwopd.train.memory import StepMemory, cache_elements, step_memory
 
 MARGIN = 1.15
@@ -86,7 +87,7 @@ def layouts(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int) -> Iterator[Layo
         yield local_layout(job, gpu)
         return
     _refuse_on_verl(job)
-    settings = ClusterSettings.of(job.config)
+    settings = job.config.cluster
     total = nodes * gpus_per_node
     found: list[Layout] = []
     for teacher_gpus in sorted(_splits(nodes, gpus_per_node)):
@@ -121,9 +122,7 @@ def _splits(nodes: int, gpus_per_node: int) -> set[int]:
     return {k * gpus_per_node for k in range(1, nodes)} | {k * nodes for k in range(1, gpus_per_node)}
 
 
-def _on_verl(
-    job: Job, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_gpus: int, settings: ClusterSettings
-) -> Iterator[Layout]:
+def _on_verl(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_gpus: int, settings: Cluster) -> Iterator[Layout]:
     whole = teacher_gpus % gpus_per_node == 0 and nodes > 1
     teacher_node_gpus = gpus_per_node if whole else teacher_gpus // nodes
     student_nodes = nodes - teacher_gpus // gpus_per_node if whole else nodes
