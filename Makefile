@@ -69,6 +69,7 @@ bench: setup
 	@$(BIN)/python bench/math_check.py
 	@$(BIN)/python bench/code_check.py
 	@$(BIN)/python bench/overlap.py
+	@$(BIN)/python bench/plan.py
 
 demo: setup
 	@$(BIN)/iwopd demo

@@ -17,8 +17,9 @@ import yaml  # type: ignore[import-untyped]
 from iwopd.cluster.verl.checks import check_settings
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.fields import FIELDS, table
+from iwopd.cluster.verl.params import literal
 from iwopd.cluster.verl.prompts import load_order, messages, write_prompts
-from iwopd.cluster.verl.translate import environment_overrides, literal, places, translate
+from iwopd.cluster.verl.translate import environment_overrides, places, translate
 from iwopd.config import Config, make_config, settings
 from iwopd.data.fields import DataError
 from iwopd.types import Prompt

@@ -8,7 +8,7 @@ from typing import Literal
 
 from iwopd.cluster.plan import rates as known
 from iwopd.cluster.plan.gpus import GPUS, Gpu, PlanError
-from iwopd.cluster.plan.job import ClusterSettings, Job
+from iwopd.cluster.plan.job import Job
 from iwopd.cluster.plan.layout import MOST_ROWS, Layout, layouts
 from iwopd.cluster.plan.models import Model
 from iwopd.cluster.plan.rates import Rates
@@ -217,7 +217,7 @@ def _teacher(job: Job, layout: Layout, rates: Rates, lengths: list[int], scale: 
 
 def split_settings(plan: Plan) -> list[str]:
     """Settings that the layout needs where they are not what the recipe has."""
-    layout, settings = plan.layout, ClusterSettings.of(plan.job.config)
+    layout, settings = plan.layout, plan.job.config.cluster
     if layout.engine == "local":
         return []
     chosen = [f"--cluster.teacher_gpus {layout.teacher_gpus}"] if settings.teacher_gpus != layout.teacher_gpus else []

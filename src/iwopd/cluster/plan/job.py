@@ -20,22 +20,6 @@ ANSWER_SHARE = 1 / 4
 """Assumed mean length of an answer as a share of the longest, where nobody says; the range then goes from half to double."""
 
 
-@dataclass(frozen=True)
-class ClusterSettings:
-    """The part of the section `cluster` that matters here, with its defaults."""
-
-    teacher_gpus: int | None = None
-    teacher_tensor_parallel: int = 1
-    teacher_memory_share: float = 0.8
-    sequence_parallel: int = 1
-    offload: bool = False
-
-    @classmethod
-    def of(cls, config: Config) -> ClusterSettings:
-        section: Any = getattr(config, "cluster", None)
-        return cls() if section is None else cls(**{name: getattr(section, name) for name in cls.__dataclass_fields__})
-
-
 @dataclass(frozen=True, eq=False)
 class Job:
     """One run: its models and the size of a step."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from iwopd.cluster.plan.gpus import Gpu, PlanError
-from iwopd.cluster.plan.job import ClusterSettings, Job
+from iwopd.cluster.plan.job import Job
+from iwopd.config.cluster import Cluster
 from iwopd.train.memory import StepMemory, cache_elements, step_memory
 
 MARGIN = 1.15
@@ -86,21 +87,22 @@ def layouts(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int) -> Iterator[Layo
         yield local_layout(job, gpu)
         return
     _refuse_on_verl(job)
-    settings = ClusterSettings.of(job.config)
+    settings = job.config.cluster
     total = nodes * gpus_per_node
-    found = False
+    found: list[Layout] = []
     for teacher_gpus in sorted(_splits(nodes, gpus_per_node)):
         if settings.teacher_gpus is not None and teacher_gpus != settings.teacher_gpus:
             continue
         rows = job.rollouts // job.config.optim.mini_batches
         if rows % ((total - teacher_gpus) // settings.sequence_parallel or 1) == 0:
-            found = True
-            yield from _on_verl(job, gpu, nodes, gpus_per_node, teacher_gpus, settings)
+            found += _on_verl(job, gpu, nodes, gpus_per_node, teacher_gpus, settings)
+    yield from found
     if not found:
         raise PlanError(
             f"no split of {nodes} x {gpus_per_node} GPUs between student and teacher works: the student's must divide the "
             f"{job.rollouts // job.config.optim.mini_batches} rollouts of an update, the teacher's be whole machines or the "
-            "same number on each; change --nodes, cluster.teacher_gpus or rollout.prompts_per_step"
+            "same number on each, and tensor-parallel groups fill both; change --nodes, cluster.teacher_gpus, "
+            "cluster.teacher_tensor_parallel, vllm.tensor_parallel or rollout.prompts_per_step"
         )
 
 
@@ -120,17 +122,17 @@ def _splits(nodes: int, gpus_per_node: int) -> set[int]:
     return {k * gpus_per_node for k in range(1, nodes)} | {k * nodes for k in range(1, gpus_per_node)}
 
 
-def _on_verl(
-    job: Job, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_gpus: int, settings: ClusterSettings
-) -> Iterator[Layout]:
+def _on_verl(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_gpus: int, settings: Cluster) -> Iterator[Layout]:
     whole = teacher_gpus % gpus_per_node == 0 and nodes > 1
     teacher_node_gpus = gpus_per_node if whole else teacher_gpus // nodes
     student_nodes = nodes - teacher_gpus // gpus_per_node if whole else nodes
     student_gpus = nodes * gpus_per_node - teacher_gpus
     for teacher_shards in _shards(settings.teacher_tensor_parallel, teacher_node_gpus):
         teacher = teacher_need(job, gpu, teacher_shards, settings.teacher_memory_share)
-        if teacher.verdict != "no" or teacher_shards * 2 > teacher_node_gpus:
+        if teacher.verdict != "no":
             break
+    if teacher_gpus % teacher_shards or student_gpus % job.config.vllm.tensor_parallel:
+        return
     for rollout_shards in _shards(job.config.vllm.tensor_parallel, student_gpus // student_nodes):
         memory = student_memory(job, student_gpus, rollout_shards, settings.sequence_parallel)
         update, writing, cache = _student_needs(job, gpu, memory, rollout_shards, settings.offload)
@@ -253,9 +255,12 @@ def local_layout(job: Job, gpu: Gpu) -> Layout:
     room = (config.vllm.memory_share * gpu.memory - memory.engine - ENGINE_WORKING) if own_engine else free / 2
     cache = max(room, 0.0)
     needed = memory.total if here else memory.update
+    if own_engine:  # it keeps its share through the update, unless it sleeps
+        share = config.vllm.memory_share * gpu.memory
+        needed = max(memory.update, memory.resident + share) if config.vllm.sleep else memory.update + share
     need = Need(
         "the GPU",
-        max(needed, memory.resident + config.vllm.memory_share * gpu.memory) if own_engine else needed,
+        needed,
         gpu.memory,
         {
             "weights": memory.weights,

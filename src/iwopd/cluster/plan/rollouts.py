@@ -14,7 +14,7 @@ from iwopd.cluster.plan.work import decode_bytes, decode_flops
 
 
 def answer_lengths(count: int, mean: float, most: int, *, everyone: int | None = None) -> list[int]:
-    """Lengths of `count` answers, in an order that has nothing to do with length.
+    """Lengths of `count` answers, in an order that has nothing to do with length, but that the longest is in the middle.
 
     They end at a constant rate (an exponential), cut off at `most`, with this mean: many short ones, a long tail. The last
     is the longest of `everyone`, because a step waits for the longest answer wherever it is written.
@@ -23,7 +23,9 @@ def answer_lengths(count: int, mean: float, most: int, *, everyone: int | None =
     levels = [(place + 0.5) / count for place in range(count)]
     levels[-1] = 1 - 0.5 / (everyone or count)
     lengths = [max(1, min(most, round(-math.log(1 - level) / rate if rate else most))) for level in levels]
+    longest = lengths.pop()
     random.Random("answers").shuffle(lengths)
+    lengths.insert(len(lengths) // 2, longest)  # where it is on average: when it begins decides when a step ends
     return lengths
 
 

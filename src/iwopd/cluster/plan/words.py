@@ -147,6 +147,8 @@ def answers(plan: Plan) -> Iterator[str]:
     yield _fit_words(plan)
     if plan.fits:
         yield f"{_bottleneck_words(plan)}."
+    if plan.fits and plan.job.compute_bytes == 4:
+        yield "It computes in float32, which takes longer than this estimate says: set precision = 'bf16'."
     if plan.fits and plan.layout.engine == "verl" and (busy := plan.typical.teacher / plan.typical.total) < IDLE:
         yield (
             f"The teacher's {plan.layout.teacher_gpus} GPUs work {100 * busy:.0f} % of the time; fewer would do, if the others "

@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from iwopd.cluster.verl.errors import VerlError
-from iwopd.cluster.verl.translate import TEACHERS, Places, environment, environment_overrides, literal, translate
+from iwopd.cluster.verl.params import literal
+from iwopd.cluster.verl.translate import TEACHERS, Places, environment, environment_overrides, translate
 from iwopd.config import Config
 
 PROGRAM = "iwopd.cluster.verl.main"

@@ -89,7 +89,7 @@ def overrides(method: Method, steps: int) -> list[str]:
         "algorithm.rollout_correction.rollout_is_threshold": method.correction_threshold,
         "trainer.v1.trainer_mode": TRAINER,
     }
-    return [f"{name}={_literal(value)}" for name, value in settings.items()]
+    return [f"{name}={literal(value)}" for name, value in settings.items()]
 
 
 def environment(method: Method, steps: int) -> dict[str, str]:
@@ -143,7 +143,7 @@ def _table(method: Method, steps: int) -> dict[str, Any]:
     return values | ({f"params.{name}": value for name, value in params.items()} or {"params": {}})
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     """A value in Hydra's grammar of overrides."""
     if value is None:
         return "null"
@@ -154,9 +154,10 @@ def _literal(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_literal(item) for item in value) + "]"
+        return "[" + ",".join(literal(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_literal(item)}" for name, item in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{literal(item)}" for name, item in value.items()) + "}"
     plain = str(value)
-    readable = re.fullmatch(r"[A-Za-z_][\w.-]*", plain) and plain.lower() not in ("true", "false", "null", "none", "inf", "nan")
-    return plain if readable else json.dumps(plain)
+    reserved = plain.lower() in ("true", "false", "null", "none", "inf", "nan")
+    readable = re.fullmatch(r"[A-Za-z_/][\w./-]*", plain) and not reserved
+    return plain if readable else json.dumps(plain, ensure_ascii=False)

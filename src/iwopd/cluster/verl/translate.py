@@ -6,9 +6,7 @@ change the method or the data are set here even where the recipe says nothing.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from iwopd.cluster.verl import params
 from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.params import literal
 from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.config import Config
 from iwopd.tiny.cache import cache_dir
@@ -270,20 +269,3 @@ def _trainer(config: Config, where: Places, shared: Pools, resume: Path | None) 
     yield "trainer.logger", ["file"]
     yield "trainer.project_name", config.tracking.project
     yield "trainer.experiment_name", where.run.name
-
-
-def literal(value: Any) -> str:
-    """A value in Hydra's grammar of overrides."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(literal(item) for item in value) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{literal(item)}" for name, item in value.items()) + "}"
-    plain = str(value)
-    bare = re.fullmatch(r"[A-Za-z_/][\w./-]*", plain) and plain not in ("null", "true", "false")
-    return plain if bare else json.dumps(plain, ensure_ascii=False)
