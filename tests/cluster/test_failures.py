@@ -38,8 +38,8 @@ def test_a_killed_worker_and_resume(whole_run: Path, tmp_path: Path) -> None:
     # mean the right weights, the right optimizer state, the right step and the right place in the data.
     for own, other in zip(resumed, whole, strict=True):
         assert own["tokens"] == other["tokens"]
-        assert own["loss"] == pytest.approx(other["loss"], rel=1e-3)
-        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+        assert own["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
         assert own["correction/ratio_deviation"] < 1e-4
 
 
