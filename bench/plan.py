@@ -17,6 +17,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -195,7 +196,9 @@ def memory_of(case: dict[str, Any]) -> tuple[float, float]:
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     for _ in range(2):  # Adam's moments are there from the second on
         step.update()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not ru_maxrss: a new process inherits there what its parent had.
+    (peak_kb,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    peak = int(peak_kb) * 1024
     needed = step_memory(
         step.model.config,
         micro_batch_tokens=PROMPT + case["answer"],
