@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -45,18 +46,25 @@ def test_a_killed_worker_and_resume(whole_run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("title", "words"),
-    [("ray::TeacherServer", "of teacher"), ("ray::StudentServer", "student server"), ("ray::AgentLoopWorker", "agent loop")],
+    [
+        ("ray::TeacherServer", "of teacher|TeacherServer"),
+        ("ray::StudentServer", "student server|StudentServer"),
+        ("ray::AgentLoopWorker", "agent loop|AgentLoopWorker"),
+    ],
 )
 def test_a_dead_server(tmp_path: Path, title: str, words: str) -> None:
-    """The job ends and names it. verl alone trains on what is left of the batch, or waits for ever for a dead agent loop."""
+    """The job ends and names it. verl alone trains on what is left of the batch, or waits for ever for a dead agent loop.
+
+    Exit code 2 and our words while answers are written; 1 and Ray's when weights are being sent to it.
+    """
     run = tmp_path / "run"
     with train(tmp_path, "run", steps=50) as job:
         run_until_step(job, run, 1)
         job.kill(title)
-        assert job.finish(END_SECONDS) == 2
+        assert job.finish(END_SECONDS) in (1, 2)
         assert job.pids() == []
         said = job.text().partition("iwopd: ")[2]
-        assert words in said
+        assert re.search(words, said)
         assert "--resume" in said
     for step in steps(run):
         assert step["rollouts"] == 16
@@ -74,7 +82,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     wrapper = [unshare, *flags, "sh", "-c", script, str(small)]
     with train(tmp_path, "run", "--cluster.checkpoints", str(small), wrapper=wrapper) as job:
         assert job.finish(START_SECONDS) == 1
-        assert "No space left on device" in job.text() or "not enough room" in job.text()
+        assert "not enough room" in job.text()
     seen = tmp_path / "small-seen"
     latest = int((seen / "latest_checkpointed_iteration.txt").read_text())
     assert latest >= 1

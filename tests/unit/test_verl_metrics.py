@@ -225,6 +225,10 @@ def test_the_local_engine_does_not_go_on_with_it(tmp_path: Path) -> None:
             "Total available GPUs 2",
         ),
         ("ray.exceptions.RayActorError: the actor died\nnoise\n", "RayActorError: the actor died"),
+        (
+            "x.ActorDiedError: it died.\n\tclass_name: StudentServer\n\tpid: 1\n\tname: server_0\nIt is dead.\n",
+            "it died. (StudentServer server_0)",
+        ),
         ("only\nnoise\n", "only\nnoise"),
     ],
 )

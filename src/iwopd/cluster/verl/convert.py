@@ -51,6 +51,18 @@ def newest(folder: Path) -> tuple[int, Path] | None:
     return max(found.items()) if found else None
 
 
+def full_disk(folder: Path) -> str:
+    """Words for a job that failed, if there is no room for another checkpoint: not every writer says why it cannot write."""
+    found = newest(folder)
+    if found is None:
+        return ""
+    size = sum(path.stat().st_size for path in found[1].rglob("*") if path.is_file())
+    free = shutil.disk_usage(folder).free
+    if free >= size:
+        return ""
+    return f" (not enough room: {free / 2**20:,.1f} MB are free in {folder}, and a checkpoint takes {size / 2**20:,.1f} MB)"
+
+
 def check_ranks(checkpoint: Path, ranks: int) -> None:
     """A checkpoint of shards goes back onto as many ranks as it was saved by."""
     saved = _ranks(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -146,5 +147,13 @@ class Job:
         own = [line.removeprefix("iwopd: ") for line in lines if line.startswith("iwopd: ")]
         if own:
             return own[-1]
-        errors = [line for line in lines if _ERROR.match(line)]
-        return errors[-1] if errors else "\n".join(lines[-5:])
+        errors = [place for place, line in enumerate(lines) if _ERROR.match(line)]
+        return lines[errors[-1]] + _who(lines[errors[-1] + 1 :]) if errors else "\n".join(lines[-5:])
+
+
+def _who(following: Sequence[str]) -> str:
+    """Which actor an error of Ray's is about: it says so in the lines that follow, each a name and a value."""
+    own = itertools.takewhile(lambda line: line.startswith("\t"), following)
+    details = {name: value for name, _, value in (line.strip().partition(": ") for line in own)}
+    names = [details[key] for key in ("class_name", "name") if key in details]
+    return f" ({' '.join(names)})" if names else ""

@@ -11,7 +11,7 @@ from types import FrameType
 
 from iwopd import tiny
 from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, examine
-from iwopd.cluster.verl.convert import adopt, check_ranks, newest
+from iwopd.cluster.verl.convert import adopt, check_ranks, full_disk, newest
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
 from iwopd.cluster.verl.job import LOCAL, Job, check_size, command, ray_address, shown
 from iwopd.cluster.verl.metrics import MetricsFile, step_stats
@@ -146,7 +146,7 @@ def _follow(
         job.end()
         answers.close()
     if code or step < config.steps:
-        why = job.last_words() or f"exit code {code}"
+        why = (job.last_words() or f"exit code {code}") + full_disk(where.checkpoints)
         raise TrainingStoppedError(
             f"verl's job ended after step {step}: {why}\nAll of it: {job.log}. {_resume(saved)}", _code(code)
         )
