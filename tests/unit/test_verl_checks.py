@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from iwopd.cluster.verl import checks, job
+from iwopd.cluster.verl import job, params
 from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, examine
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.job import check_size, ray_address
@@ -122,7 +122,7 @@ def test_without_verl_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_another_version_of_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(checks, "version", lambda name: "0.10.0")
+    monkeypatch.setattr(params, "version", lambda name: "0.10.0")
     with pytest.raises(VerlError, match=r"verl 0.10.0 is installed.*verl==0.9.1"):
         check_installed()
 

@@ -147,7 +147,7 @@ def test_the_driver_refuses_by_name(iw_opd: Any, name: str) -> None:
 def test_another_version_of_verl_is_refused(iw_opd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from iwopd.cluster.verl import driver
 
-    monkeypatch.setattr(driver, "version", lambda _: "0.10.0")
+    monkeypatch.setattr(params, "version", lambda _: "0.10.0")
     with pytest.raises(VerlError, match=r"verl 0.10.0 is installed.*0.9.1"):
         driver.check_driver(iw_opd)
 

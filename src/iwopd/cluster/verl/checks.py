@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from iwopd.train.doctor.identity import check_files, check_rows, check_special_t
 from iwopd.train.doctor.lengths import check_context
 from iwopd.vocabulary import check_same_tokenizer
 
-VERL = "0.9.1"
-"""The one version that this was tested with; `driver.py` insists on it, too."""
 TUNABLE = (
     "actor_rollout_ref.actor.entropy_from_logits_with_chunking",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
@@ -60,8 +57,7 @@ def check_installed() -> None:
     for package in ("verl", "ray", "transfer_queue"):
         if importlib.util.find_spec(package) is None:
             raise VerlError(f"--engine verl needs {package}, which is not installed: pip install 'iwopd[verl]'")
-    if (found := version("verl")) != VERL:
-        raise VerlError(f"verl {found} is installed, but iwopd was tested with {VERL} alone: pip install verl=={VERL}")
+    params.check_version()
 
 
 def examine(config: Config, folder: Path) -> Iterator[Finding]:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.losses import settings_of
-from iwopd.cluster.verl.params import LOSS, LOSS_CONFIG, TRAINER, Settings
-
-VERL = "0.9.1"
-"""The one version whose inner workings this was tested with."""
+from iwopd.cluster.verl.params import LOSS, LOSS_CONFIG, TRAINER, Settings, check_version
 
 
 def check_driver(config: DictConfig) -> Settings:
     """Refuse a tree of verl's settings that does not stand for a method of ours; return the method it stands for."""
-    if (found := version("verl")) != VERL:
-        raise VerlError(f"verl {found} is installed, but the plugin was tested with {VERL} alone: pip install verl=={VERL}")
+    check_version()
     if not config.distillation.enabled:
         raise VerlError("distillation.enabled is false: without a teacher there is nothing to distill; set it to true")
     settings = settings_of(loss_config(config))

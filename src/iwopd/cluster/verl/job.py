@@ -38,7 +38,7 @@ print(json.dumps([node["Resources"].get("GPU", 0) for node in ray.nodes() if nod
 
 def command(config: Config, where: Places, address: str, resume: Path | None = None) -> tuple[list[str], dict[str, str]]:
     """Arguments of Python, and the environment variables that go with them."""
-    variables = environment(config, where)
+    variables = environment(where)
     overrides = [
         f"hydra.run.dir={literal(str(where.folder / 'hydra'))}",
         *translate(config, where, resume),

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,6 +22,8 @@ from iwopd.cluster.verl.errors import VerlError
 from iwopd.config import Method
 from iwopd.methods import METHODS
 
+VERL = "0.9.1"
+"""The one version whose inner workings this was tested with."""
 LOSS = "distillation.distillation_loss"
 LOSS_CONFIG = "iwopd.cluster.verl.lossconfig.LossConfig"
 TRAINER = "iwopd_sync"
@@ -92,9 +95,10 @@ def overrides(method: Method, steps: int) -> list[str]:
     return [f"{name}={literal(value)}" for name, value in settings.items()]
 
 
-def environment(method: Method, steps: int) -> dict[str, str]:
-    """Environment variables that the workers need: none, everything is in the tree of settings."""
-    return {}
+def check_version() -> None:
+    """Refuse another verl than the one that was tested."""
+    if (found := version("verl")) != VERL:
+        raise VerlError(f"verl {found} is installed, but iwopd was tested with {VERL} alone: pip install verl=={VERL}")
 
 
 def dual_clip(method: Method) -> float:

@@ -76,9 +76,9 @@ def translate(config: Config, where: Places, resume: Path | None = None) -> list
     return [*ours, *params.overrides(config.method, config.steps), *config.cluster.overrides]
 
 
-def environment(config: Config, where: Places) -> dict[str, str]:
+def environment(where: Places) -> dict[str, str]:
     """Variables that verl's processes need, on whichever machine they run."""
-    return {"VERL_FILE_LOGGER_PATH": str(where.metrics), **params.environment(config.method, config.steps)}
+    return {"VERL_FILE_LOGGER_PATH": str(where.metrics)}
 
 
 def environment_overrides(variables: Mapping[str, str]) -> list[str]:
