@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from iwopd import algo
+from iwopd.lean import LeanModel, has_adapters, lean_obstacle
 from iwopd.packing import enable_packing, packed_inputs
 from iwopd.types import Rollout, TokenBatch
 
@@ -98,9 +99,14 @@ class ResponseModel:
 
     def token_hidden(self, sequences: Sequences) -> Tensor:
         """Last hidden states at the positions that predict the N response tokens, row after row, [N, H]."""
+        first = sequences.lengths.cumsum(0) - sequences.lengths
+        if self._is_lean():
+            lengths = sequences.lengths.tolist()
+            lean = LeanModel(self.model, width=max(lengths), few_rows=False)
+            real = torch.arange(sequences.input_ids.shape[1]) < sequences.lengths[:, None]
+            return lean.sequence_states(sequences.input_ids[real], lengths, (first[:, None] + sequences.source)[sequences.mask])
         if self.packing_obstacle is None:
             inputs = packed_inputs(self.model, sequences.input_ids, sequences.lengths)
-            first = sequences.lengths.cumsum(0) - sequences.lengths
         else:
             inputs = {"input_ids": sequences.input_ids, "use_cache": False}
             count, width = sequences.input_ids.shape
@@ -108,6 +114,13 @@ class ResponseModel:
         states: Tensor = self.model.base_model(**inputs).last_hidden_state
         rows = (first[:, None] + sequences.source)[sequences.mask]
         return states.flatten(0, 1)[rows.to(states.device)]  # a model that is spread may end on another device than it begins
+
+    def _is_lean(self) -> bool:
+        """Whether this pass takes the lean path: scores of a plain model on a CPU."""
+        if torch.is_grad_enabled() or self.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return False
+        plain = next(self.model.parameters()).dtype == torch.float32 and not has_adapters(self.model)
+        return plain and lean_obstacle(self.model) is None
 
     def hidden(self, sequences: Sequences) -> Tensor:
         """The same, padded: [B, T, H]; 0 outside the mask."""

@@ -13,6 +13,7 @@ what it knows and tries the rest out.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def attend(
             raise PackingError(f"its attention has {name!r}")
     if query.shape[2] != key.shape[2] or not getattr(module, "is_causal", True):
         raise PackingError("its attention is not causal self-attention")
-    runs = [(length, len(list(run))) for length, run in itertools.groupby(boundaries.diff().tolist())]
+    runs = _runs(boundaries.diff().tolist())
     # Split, not sliced: the backward pass of a split is one copy, that of each slice a whole tensor of zeros.
     pieces = zip(*(x[0].split([length * count for length, count in runs], 1) for x in (query, key, value)), strict=True)
     outputs = []
@@ -55,6 +56,24 @@ def attend(
         output, _ = sdpa_attention_forward(module, q, k, v, None, **options)
         outputs.append(output.flatten(0, 1))
     return torch.cat(outputs)[None], None
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Causal attention of queries [N, Q, D] to keys and values [N, K, D] within sequences of these lengths: [N, Q, D]."""
+    runs = _runs(lengths)
+    pieces = zip(*(x.split([length * count for length, count in runs]) for x in (query, key, value)), strict=True)
+    outputs = []
+    for (length, count), piece in zip(runs, pieces, strict=True):
+        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in piece)
+        gqa = q.shape[1] != k.shape[1]
+        output = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
+
+
+def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours of the same length, which are one batch: that length and how many there are."""
+    return [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
 
 
 AttentionInterface.register(ATTENTION, attend)

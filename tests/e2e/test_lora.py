@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from iwopd import adapters
+from iwopd import adapters, lean
 from iwopd.adapters import adapter_off, add_adapter, base_fingerprint
 from iwopd.cli import main
 from iwopd.config import Lora, make_config
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.models import ModelError
-from iwopd.rollout import LocalSampler, SamplingSettings, lean, lean_obstacle
+from iwopd.rollout import LocalSampler, SamplingSettings, lean_obstacle
 from iwopd.teacher import LocalScorer
 from iwopd.train.assembly import assemble
 from iwopd.train.checkpoint import CheckpointError

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from iwopd.rollout import LocalSampler, SamplingSettings, lean, lean_obstacle
+from iwopd import lean
+from iwopd.lm import ResponseModel, Sequences
+from iwopd.rollout import LocalSampler, SamplingSettings, lean_obstacle
+from iwopd.rollout import lean as decoder_room
 from iwopd.rollout.lean import LeanDecoder
 from iwopd.types import Prompt
 
@@ -63,19 +67,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """With several threads matrices are cut into blocks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("copies", [True, False])
 @torch.no_grad()
-def test_logits_are_the_models_own(name: str, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_the_models_own(name: str, copies: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of various lengths, of which some leave, some join, the cache grows and moves; float32 to 1e-5."""
     if not copies:
         monkeypatch.setattr(lean, "COPY_BYTES", 0)
-    monkeypatch.setattr(lean, "FIRST_COLUMNS", 2)
+    monkeypatch.setattr(decoder_room, "FIRST_COLUMNS", 2)
     family, options = MODELS[name]
     model = build(family, **options)
     assert lean_obstacle(model) is None
     generator = torch.Generator().manual_seed(0)
     decoder = LeanDecoder(model, rows=6, width=40)
+    assert (decoder.model.layers[0].down.matrices[0].dim() == 3) == (threads > 1)
     rows: list[tuple[list[int], list[torch.Tensor]]] = []  # ids under way, and the logits after each of the last ones
 
     def tokens(count: int) -> list[int]:
@@ -143,7 +157,7 @@ def test_cache_stays_within_its_width() -> None:
             return logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lean, "FIRST_COLUMNS", 1)
+        patch.setattr(decoder_room, "FIRST_COLUMNS", 1)
         patch.setattr("iwopd.rollout.local.LeanDecoder", Watched)
         little = LocalSampler(model, settings, cache_tokens=21 * 6, path="lean").sample(prompts, seed=0, step=0)
     assert len(seen) > 40
@@ -226,3 +240,34 @@ def test_auto_takes_the_lean_path(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Qwen3", head_dim=8)
     monkeypatch.setattr(type(model), "forward", refuse)
     assert len(LocalSampler(model, SamplingSettings(4)).sample([Prompt("a", (1, 2))], seed=0, step=0)[0]) == 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states of whole sequences, some of the same length, without the modules being called."""
+    family, options = MODELS[name]
+    model = build(family, **options)
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(3, 5), (1, 1), (1, 7), (4, 4), (9, 1)]  # prompt, response
+    prompts, responses = ([torch.randint(0, VOCAB, (pair[place],), generator=generator) for pair in sizes] for place in (0, 1))
+    sequences = Sequences.build(prompts, responses)
+    scored = ResponseModel(model)
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(type(model.model), "forward", None)
+        got = scored.token_hidden(sequences)
+    want = [
+        model.model(torch.cat([prompt, response])[None]).last_hidden_state[0, len(prompt) - 1 : -1]
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    torch.testing.assert_close(got, torch.cat(want), atol=1e-5, rtol=1e-5)
+    assert not got.requires_grad
+    assert scored.token_hidden(sequences).requires_grad  # with gradients: the model's own forward
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert not scored._is_lean()
+
+
+def test_rollouts_are_ordinary_tensors() -> None:
+    """What is made in inference mode cannot be trained on."""
+    rollout = LocalSampler(build("Qwen3", head_dim=8), SamplingSettings(4)).sample([Prompt("a", (1, 2))], seed=0, step=0)[0]
+    assert not rollout.response_ids.is_inference()
+    assert not rollout.rollout_logprobs.is_inference()

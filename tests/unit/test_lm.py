@@ -37,8 +37,13 @@ def by_hand(model: torch.nn.Module, rollout: Rollout, temperature: float = 1.0) 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("padded", [False, True])
-def test_scores_are_those_of_one_rollout_at_a_time_whatever_the_batching(kind: str, temperature: float, padded: bool) -> None:
+@pytest.mark.parametrize("way", ["as it comes", "packed", "padded"])
+def test_scores_are_those_of_one_rollout_at_a_time_whatever_the_batching(
+    kind: str, temperature: float, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padded = way == "padded"
+    if way != "as it comes":
+        monkeypatch.setattr(ResponseModel, "_is_lean", lambda self: False)
     model, items = make_model(kind, vocab=24).eval(), rollouts(40)
     expected = [by_hand(model, item, temperature) for item in items]
     for budget in (1, 100, 100_000):

@@ -1,6 +1,6 @@
 """Students that talk: from `Prompt` to `Rollout`."""
 
-from iwopd.rollout.lean import lean_obstacle
+from iwopd.lean import lean_obstacle
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings

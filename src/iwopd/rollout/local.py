@@ -18,8 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from iwopd.lean import lean_obstacle
 from iwopd.rollout.decoding import Decoder, ModelDecoder
-from iwopd.rollout.lean import LeanDecoder, lean_obstacle
+from iwopd.rollout.lean import LeanDecoder
 from iwopd.rollout.noise import stream_key, uniforms
 from iwopd.rollout.sampler import Listener
 from iwopd.rollout.sampling import SamplingError, SamplingSettings, choose
@@ -80,7 +81,6 @@ class LocalSampler:
         self.pad_id = pad_id
         self.vocab_size = vocab_size
 
-    @torch.no_grad()
     def sample(
         self,
         prompts: Sequence[Prompt],
@@ -105,8 +105,10 @@ class LocalSampler:
         plan = _Plan(prompts, limits, samples, seed, step)
         rollouts: dict[int, Rollout] = {}
         at_once = len(plan) if finished is None else max(1, len(plan) // TELLINGS)
-        with _eval_mode(self.model):
-            decoder, rows = self._decoder(plan)
+        obstacle = self._lean_obstacle()
+        # Inference mode makes small operations a tenth faster than no_grad; what a model keeps of it could not be trained on.
+        with _eval_mode(self.model), torch.inference_mode() if obstacle is None else torch.no_grad():
+            decoder, rows = self._decoder(plan, lean=obstacle is None)
             run = _Run(decoder, self.settings, plan, self.pad_id, rows, self.device)
             for row, tokens, logprobs in run.finish(at_once):
                 ended = int(tokens[-1]) in self.settings.stop_ids
@@ -143,16 +145,22 @@ class LocalSampler:
                     f"prompt {prompt.id!r} has id {max(prompt.token_ids)}; the model has {self._embeddings} ids"
                 )
 
-    def _decoder(self, plan: _Plan) -> tuple[Decoder, int]:
+    def _lean_obstacle(self) -> str | None:
+        """Why the model's own forward is used, or None if it is not."""
+        if self.path == "model":
+            return "it was asked for"
+        obstacle = lean_obstacle(self.model)
+        if self.path == "lean" and obstacle is not None:
+            raise ValueError(f"the lean path cannot run this model: {obstacle}; use path='auto' or 'model'")
+        return obstacle
+
+    def _decoder(self, plan: _Plan, *, lean: bool) -> tuple[Decoder, int]:
         """A decoder over the weights of this moment, and how many rows may be under way."""
         budget = self.cache_tokens if self.cache_tokens is not None else self._affordable_tokens()
         rows = min(len(plan), max(1, budget // plan.width))
-        obstacle = None if self.path == "model" else lean_obstacle(self.model)
-        if self.path == "lean" and obstacle is not None:
-            raise ValueError(f"the lean path cannot run this model: {obstacle}; use path='auto' or 'model'")
-        if self.path == "model" or obstacle is not None:
-            return ModelDecoder(self.model, self.vocab_size), rows
-        return LeanDecoder(self.model, self.vocab_size, rows=rows, width=plan.width), rows
+        if lean:
+            return LeanDecoder(self.model, self.vocab_size, rows=rows, width=plan.width), rows
+        return ModelDecoder(self.model, self.vocab_size), rows
 
     def _affordable_tokens(self) -> int:
         config: Any = self.model.config
@@ -257,8 +265,10 @@ class _Run:
         numbers, lengths = rows.unique(return_counts=True)
         parts = zip(ids[order].split(lengths.tolist()), logprobs[order].split(lengths.tolist()), strict=True)
         for row, (own_ids, own_logprobs) in zip(numbers.tolist(), parts, strict=True):
-            # Copies: a view would keep every rollout of the step alive for as long as one of them.
-            yield row, own_ids.clone(), own_logprobs.clone()
+            # Copies: a view would keep every rollout of the step alive for as long as one of them. And ordinary tensors.
+            with torch.inference_mode(False):
+                own_ids, own_logprobs = own_ids.clone(), own_logprobs.clone()
+            yield row, own_ids, own_logprobs
 
     def _has_room(self) -> bool:
         under_way = len(self.rows)

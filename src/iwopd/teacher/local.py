@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.types import Rollout
 
-TOKEN_BUDGET_CPU = 2**9
+TOKEN_BUDGET_CPU = 640
 """Few enough that what a layer computes stays in a core's cache, enough for matrix products at full speed: a tenth faster than
 2,000 tokens at a time (model 512 wide)."""
 TOKEN_BUDGET_GPU = 2**16
