@@ -2,7 +2,7 @@
 
 Any transformers causal LM whose logits are `hidden @ weight.T + bias` of its last hidden states takes the fused head. Some
 do more (soft caps, logit scales); `ResponseModel.check_head` finds out on a real batch, and from then on the model's own
-logits are used, one sequence at a time, recomputed in the backward pass.
+logits are used: a chunk of tokens at a time (`own_head`), or a sequence at a time where that does not work.
 
 Where the model allows it (`packing`), the sequences of a micro-batch go through it one behind the other, without padding.
 """
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from iwopd import algo
 from iwopd.lean import LeanModel, has_adapters, lean_obstacle
+from iwopd.own_head import own_logprobs
 from iwopd.packing import enable_packing, packed_inputs
 from iwopd.types import Rollout, TokenBatch
 
@@ -72,6 +73,8 @@ class ResponseModel:
         self.temperature = temperature
         self.vocab_size = vocab_size
         self.fused = True
+        self.chunked = True
+        """Where the head is not fused: whether the model's own logits can be had a chunk at a time."""
 
     @property
     def device(self) -> torch.device:
@@ -148,15 +151,30 @@ class ResponseModel:
     def check_head(self, sequences: Sequences, tolerance: float = 1e-3) -> float:
         """Largest difference between the fused head and the model's own logits; beyond the tolerance, stop using it."""
         sequences = sequences.to(self.device)
-        with torch.no_grad():
-            fused, own = self._fused_logprobs(sequences), self._own_logprobs(sequences)
-        difference = float((fused - own).abs().max()) if fused.numel() else 0.0
         half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in self.model.parameters())
-        self.fused = difference <= (0.5 if half else tolerance)  # a half-precision model rounds its own logits
+        tolerance = 0.5 if half else tolerance  # a half-precision model rounds its own logits
+        with torch.no_grad():
+            own = self._row_logprobs(sequences)
+            difference = _difference(self._fused_logprobs(sequences), own)
+            self.fused = difference <= tolerance
+            if not self.fused:
+                try:
+                    self.chunked = _difference(self._chunk_logprobs(sequences), own) <= tolerance
+                except Exception:  # whatever a model says to a body that is not its own, it means no
+                    self.chunked = False
         return difference
 
     def _own_logprobs(self, sequences: Sequences) -> Tensor:
-        """The same from the model's own logits, one sequence at a time."""
+        """The same from the model's own logits."""
+        return self._chunk_logprobs(sequences) if self.chunked else self._row_logprobs(sequences)
+
+    def _chunk_logprobs(self, sequences: Sequences) -> Tensor:
+        hidden, ids = self.token_hidden(sequences), sequences.response_ids[sequences.mask]
+        values = own_logprobs(self.model, hidden, ids, temperature=self.temperature, vocab_size=self.vocab_size)
+        return values.new_zeros(sequences.mask.shape).masked_scatter(sequences.mask, values)
+
+    def _row_logprobs(self, sequences: Sequences) -> Tensor:
+        """From whole forward passes, one sequence at a time."""
         rows = zip(sequences.input_ids, sequences.source, sequences.response_ids, strict=True)
         return torch.where(sequences.mask, torch.stack([self._own_row(*row) for row in rows]), 0.0)
 
@@ -169,6 +187,10 @@ class ResponseModel:
 
         values: Tensor = checkpoint(compute, input_ids, use_reentrant=False) if torch.is_grad_enabled() else compute(input_ids)
         return values
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max()) if one.numel() else 0.0
 
 
 def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from iwopd import own_head
 from iwopd.lm import ResponseModel, Sequences, micro_batches, padding_waste
 from iwopd.teacher.local import LocalScorer
 from iwopd.types import Prompt, Rollout
@@ -87,12 +89,56 @@ def test_a_head_that_is_not_linear_is_found_out_and_the_models_own_logits_are_us
     lm = ResponseModel(capped, vocab_size=21)
     assert lm.check_head(sequences) > 1e-2
     assert not lm.fused
+    assert lm.chunked
     got = lm.logprobs(sequences)
     for row, item in enumerate(items):
         torch.testing.assert_close(got[row, : len(item)].double(), by_hand(capped, item), rtol=1e-4, atol=1e-5)
     plain = ResponseModel(make_model("llama").eval(), vocab_size=21)
     assert plain.check_head(sequences) < 1e-5
     assert plain.fused
+
+
+def test_own_logits_come_in_chunks_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head with a cap, in chunks of two tokens, against whole sequences; never more logits at a time than that."""
+    monkeypatch.setattr(own_head, "CHUNK_ELEMENTS", 2 * 24)
+    items = [item for item in rollouts(6) if len(item)]
+    prompts = [torch.tensor(item.prompt.token_ids) for item in items]
+    sequences = Sequences.build(prompts, [item.response_ids for item in items])
+    found = []
+    for chunked in (True, False):
+        model = make_model("gemma2", vocab=24)
+        tokens: list[int] = []
+        model.lm_head.register_forward_hook(lambda head, inputs, output, seen=tokens: seen.append(output.shape[1]))
+        lm = ResponseModel(model, temperature=0.8, vocab_size=21)
+        lm.fused, lm.chunked = False, chunked
+        values = lm.logprobs(sequences)
+        values.sum().backward()
+        found.append((values.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+        assert (max(tokens) == 2) == chunked
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_body_that_cannot_be_taken_out_means_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose forward looks into its body."""
+    capped = make_model("gemma2").eval()
+    forward = type(capped).forward
+
+    def looks_inside(self: Any, *arguments: Any, **options: Any) -> Any:
+        assert self.model.layers is not None
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(type(capped), "forward", looks_inside)
+    items = rollouts(4)
+    sequences = Sequences.build([torch.tensor(item.prompt.token_ids) for item in items], [item.response_ids for item in items])
+    lm = ResponseModel(capped, vocab_size=21)
+    lm.check_head(sequences)
+    assert not lm.fused
+    assert not lm.chunked
+    for row, item in enumerate(items):
+        want = by_hand(capped, item)
+        torch.testing.assert_close(lm.logprobs(sequences)[row, : len(item)].double(), want, rtol=1e-4, atol=1e-5)
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=80), st.integers(1, 3000))
