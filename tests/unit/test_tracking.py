@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +88,30 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     events.Reload()
     assert [event.value for event in events.Scalars("kl/sampled")] == [0.5, 0.5]
     assert [event.value for event in events.Scalars("eval/tiny")] == [0.5]
+
+
+def test_wandb_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real library, offline: what it would upload lies in the run directory."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    follow(tmp_path, "off", terminal=False, trackers=["wandb"])
+    (log,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = log.read_bytes()
+    assert b"kl/sampled" in content
+    assert b"eval/tiny" in content
+
+
+def test_trackio_gets_the_numbers(tmp_path: Path) -> None:
+    """The real library, in a process of its own: it reads its folder from the environment when it is imported."""
+    pytest.importorskip("trackio")
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from pathlib import Path; "
+    code += f"import test_tracking; test_tracking.follow(Path({str(tmp_path)!r}), 'off', False, ['trackio'])"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TRACKIO_DIR": str(tmp_path / "kept")})
+    with sqlite3.connect(tmp_path / "kept" / "iwopd.db") as database:
+        rows = [json.loads(row[0]) for row in database.execute("select metrics from metrics order by step")]
+    assert [row["kl/sampled"] for row in rows if "kl/sampled" in row] == [0.5, 0.5]
+    assert [row["eval/tiny"] for row in rows if "eval/tiny" in row] == [0.5]
 
 
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

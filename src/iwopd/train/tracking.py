@@ -191,7 +191,11 @@ class _Wandb:
     def __init__(self, config: Config, folder: Path) -> None:
         self.library = _need(self.module, self.module)
         settings = dict(flatten(config.model_dump(mode="json")))
-        self.library.init(project=config.tracking.project, name=folder.name, config=settings)
+        self.library.init(project=config.tracking.project, name=folder.name, config=settings, **self._place(folder))
+
+    def _place(self, folder: Path) -> dict[str, Any]:
+        """Its files belong to the run, not to wherever the command was started."""
+        return {"dir": str(folder)}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.library.log(dict(values), step=step)
@@ -202,6 +206,9 @@ class _Wandb:
 
 class _Trackio(_Wandb):
     module = "trackio"
+
+    def _place(self, folder: Path) -> dict[str, Any]:
+        return {}  # one database for all runs, in `TRACKIO_DIR`
 
 
 _BACKENDS: dict[str, type[_TensorBoard] | type[_Wandb]] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio}
