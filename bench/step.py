@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 CASES = {
-    "2k 16x128": {"vocab": 2048, "batch": 16, "length": 128, "varied": True, "steps": 4},
+    "2k 16x128": {"vocab": 2048, "batch": 16, "length": 128, "varied": True, "steps": 9},
     "2k 16x512": {"vocab": 2048, "batch": 16, "length": 512, "varied": True, "steps": 3},
     "152k 4x256": {"vocab": 151_936, "batch": 4, "length": 256, "varied": False, "steps": 3},
     "152k 2x1024": {"vocab": 151_936, "batch": 2, "length": 1024, "varied": False, "steps": 2},
