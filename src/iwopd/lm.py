@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from iwopd import algo
 from iwopd.lean import LeanModel, has_adapters, lean_obstacle
-from iwopd.own_head import own_logprobs
+from iwopd.own_head import own_logprobs, picked_logprobs
 from iwopd.packing import enable_packing, packed_inputs
 from iwopd.types import Rollout, TokenBatch
 
@@ -181,9 +181,7 @@ class ResponseModel:
     def _own_row(self, input_ids: Tensor, source: Tensor, response_ids: Tensor) -> Tensor:
         def compute(ids: Tensor) -> Tensor:
             logits = self.model(input_ids=ids[None], use_cache=False).logits[0, source, : self.vocab_size]
-            scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-            logprobs: Tensor = scaled.log_softmax(-1).gather(-1, response_ids[:, None]).squeeze(-1)
-            return logprobs
+            return picked_logprobs(logits, response_ids, self.temperature)
 
         values: Tensor = checkpoint(compute, input_ids, use_reentrant=False) if torch.is_grad_enabled() else compute(input_ids)
         return values

@@ -50,13 +50,17 @@ def own_logprobs(model: Any, hidden: Tensor, ids: Tensor, *, temperature: float,
 
     def compute(states: Tensor, targets: Tensor) -> Tensor:
         with _known_states(model, states[None]):
-            logits = model(input_ids=targets[None], use_cache=False).logits[0, :, :vocab_size]
-        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        logprobs: Tensor = scaled.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-        return logprobs
+            logits = model(input_ids=targets[None], use_cache=False).logits[0]
+        return picked_logprobs(logits[:, :vocab_size], targets, temperature)
 
     rows = max(1, CHUNK_ELEMENTS // int(model.get_output_embeddings().weight.shape[0]))
     chunks = list(zip(hidden.split(rows), ids.split(rows), strict=True))
     if torch.is_grad_enabled():
         return torch.cat([checkpoint(compute, *chunk, use_reentrant=False) for chunk in chunks])
     return torch.cat([compute(*chunk) for chunk in chunks])
+
+
+def picked_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Log-probs [N] of tokens `ids` [N] from logits [N, V]."""
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return scaled.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)

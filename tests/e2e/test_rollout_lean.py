@@ -267,7 +267,12 @@ def test_scores_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rollouts_are_ordinary_tensors() -> None:
-    """What is made in inference mode cannot be trained on."""
-    rollout = LocalSampler(build("Qwen3", head_dim=8), SamplingSettings(4)).sample([Prompt("a", (1, 2))], seed=0, step=0)[0]
-    assert not rollout.response_ids.is_inference()
-    assert not rollout.rollout_logprobs.is_inference()
+    """What is made in inference mode cannot be trained on: neither a rollout nor what a listener makes of it."""
+    heard = []
+    sampler = LocalSampler(build("Qwen3", head_dim=8), SamplingSettings(4))
+    (rollout,) = sampler.sample(
+        [Prompt("a", (1, 2))], seed=0, step=0, finished=lambda row, told: heard.append(told.rollout_logprobs + 1)
+    )
+    for tensor in (rollout.response_ids, rollout.rollout_logprobs, *heard):
+        assert not tensor.is_inference()
+    assert len(heard) == 1

@@ -115,7 +115,8 @@ class LocalSampler:
                 prompt, sample = divmod(row, samples)
                 rollouts[row] = Rollout(prompts[prompt], tokens, logprobs, "eos" if ended else "length", sample)
                 if finished is not None:
-                    finished(row, rollouts[row])
+                    with torch.inference_mode(False), torch.no_grad():  # what a listener computes may be trained on
+                        finished(row, rollouts[row])
         return [rollouts[row] for row in range(len(plan))]
 
     @property
