@@ -1,10 +1,12 @@
-"""A causal language model as this project uses it: log-probs of response tokens, through a head that never holds [T, V].
+"""A causal language model as this project uses it: log-probs of response tokens, through a head that never holds [N, V].
 
 Any transformers causal LM whose logits are `hidden @ weight.T + bias` of its last hidden states takes the fused head. Some
-do more (soft caps, logit scales); `ResponseModel.check_head` finds out on a real batch, and from then on the model's own
-logits are used: a chunk of tokens at a time (`own_head`), or a sequence at a time where that does not work.
+do more (soft caps, logit scales). `ResponseModel.check_head` compares both on a few hundred tokens before anything is scored;
+such a model then uses its own logits, a chunk of tokens at a time (`own_head`), or a sequence at a time where that fails.
 
-Where the model allows it (`packing`), the sequences of a micro-batch go through it one behind the other, without padding.
+Sequences travel without padding, one after the other. Where the model allows it (`packing`) they also go through it that way.
+
+Shape letters: B sequences, M tokens that the model reads, N response tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,37 +21,42 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from iwopd import algo
+from iwopd.algo.objectives import StudentTokens
 from iwopd.lean import LeanModel, has_adapters, lean_obstacle
 from iwopd.own_head import own_logprobs, picked_logprobs
 from iwopd.packing import enable_packing, packed_inputs
 from iwopd.types import Rollout, TokenBatch
 
+TOLERANCE = 1e-3
+"""Largest difference of log-probs between the fused head and a model's own logits."""
+TOLERANCE_HALF = 0.5
+"""The same in half precision, where a model rounds its own logits."""
+
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompts and responses as one row each, padded on the right, so that causal attention needs no mask."""
+    """Prompts and responses, one after the other in a single row."""
 
     input_ids: Tensor
-    """[B, L]: prompt and response without the response's last token, which predicts nothing we need."""
+    """[M]: prompt and response of each, without the response's last token, which predicts nothing we need."""
     lengths: Tensor
-    """[B]: tokens of each row."""
+    """[B]: tokens of each in `input_ids`."""
     source: Tensor
-    """[B, T]: the position whose hidden state predicts each response token; 0 outside the mask."""
+    """[N]: the place in `input_ids` whose hidden state predicts each response token."""
     response_ids: Tensor
-    """[B, T]; 0 outside the mask."""
-    mask: Tensor
-    """[B, T] bool."""
+    """[N]."""
+    answers: Tensor
+    """[B]: response tokens of each."""
 
     @classmethod
     def build(cls, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Sequences:
-        def pad(rows: Sequence[Tensor]) -> Tensor:
-            return nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-        rows = [torch.cat([prompt, response[:-1]]) for prompt, response in zip(prompts, responses, strict=True)]
-        places = [torch.arange(len(response)) + len(prompt) - 1 for prompt, response in zip(prompts, responses, strict=True)]
-        answers = torch.tensor([len(response) for response in responses])
-        mask = torch.arange(int(answers.max()))[None] < answers[:, None]
-        return cls(pad(rows), torch.tensor([len(row) for row in rows]), pad(places), pad(responses), mask)
+        rows, source, first = [], [], 0
+        for prompt, response in zip(prompts, responses, strict=True):
+            rows.append(torch.cat([prompt, response[:-1]]))
+            source.append(torch.arange(len(response)) + first + len(prompt) - 1)
+            first += len(rows[-1])
+        lengths, answers = torch.tensor([len(row) for row in rows]), torch.tensor([len(response) for response in responses])
+        return cls(torch.cat(rows), lengths, torch.cat(source), torch.cat(list(responses)), answers)
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Sequences:
@@ -57,12 +64,29 @@ class Sequences:
         return cls.build(prompts, [rollout.response_ids for rollout in rollouts])
 
     @classmethod
-    def from_batch(cls, batch: TokenBatch) -> Sequences:
-        prompts = [ids[mask] for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
-        return cls.build(prompts, [ids[mask] for ids, mask in zip(batch.response_ids, batch.mask, strict=True)])
+    def from_batch(cls, batch: TokenBatch, rows: Sequence[int]) -> Sequences:
+        prompts = batch.prompt_ids.split(batch.prompt_lengths.tolist())
+        responses = batch.response_ids.split(batch.lengths.tolist())
+        return cls.build([prompts[row] for row in rows], [responses[row] for row in rows])
 
     def to(self, device: torch.device) -> Sequences:
         return Sequences(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """[N] of the response tokens by sequence."""
+        return list(values.split(self.answers.tolist()))
+
+
+@dataclass(frozen=True)
+class HeadCheck:
+    """How a model's paths to log-probs agree with its own logits."""
+
+    difference: float
+    """Largest difference of a log-prob, over all paths."""
+    fused: bool
+    """Whether its logits come from the output matrix alone."""
+    packing_obstacle: str | None
+    """Why sequences are padded to equal lengths; None if they are not."""
 
 
 class ResponseModel:
@@ -101,22 +125,23 @@ class ResponseModel:
         return 0.0 if self.packing_obstacle is None else padding_waste(lengths, batches)
 
     def token_hidden(self, sequences: Sequences) -> Tensor:
-        """Last hidden states at the positions that predict the N response tokens, row after row, [N, H]."""
-        first = sequences.lengths.cumsum(0) - sequences.lengths
+        """Last hidden states [N, H] at the places that predict the response tokens."""
         if self._is_lean():
             lengths = sequences.lengths.tolist()
             lean = LeanModel(self.model, width=max(lengths), few_rows=False)
-            real = torch.arange(sequences.input_ids.shape[1]) < sequences.lengths[:, None]
-            return lean.sequence_states(sequences.input_ids[real], lengths, (first[:, None] + sequences.source)[sequences.mask])
+            return lean.sequence_states(sequences.input_ids, lengths, sequences.source)
         if self.packing_obstacle is None:
             inputs = packed_inputs(self.model, sequences.input_ids, sequences.lengths)
+            places = sequences.source
         else:
-            inputs = {"input_ids": sequences.input_ids, "use_cache": False}
-            count, width = sequences.input_ids.shape
-            first = torch.arange(count, device=sequences.input_ids.device) * width
+            rows = sequences.input_ids.split(sequences.lengths.tolist())
+            padded = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)  # on the right: causal attention needs no mask
+            inputs = {"input_ids": padded, "use_cache": False}
+            shift = torch.arange(len(rows), device=padded.device) * padded.shape[1]
+            shift = shift - (sequences.lengths.cumsum(0) - sequences.lengths)
+            places = sequences.source + shift.repeat_interleave(sequences.answers)
         states: Tensor = self.model.base_model(**inputs).last_hidden_state
-        rows = (first[:, None] + sequences.source)[sequences.mask]
-        return states.flatten(0, 1)[rows.to(states.device)]  # a model that is spread may end on another device than it begins
+        return states.flatten(0, 1)[places.to(states.device)]  # a model on several devices may end on another one
 
     def _is_lean(self) -> bool:
         """Whether this pass takes the lean path: scores of a plain model on a CPU."""
@@ -125,20 +150,20 @@ class ResponseModel:
         plain = next(self.model.parameters()).dtype == torch.float32 and not has_adapters(self.model)
         return plain and lean_obstacle(self.model) is None
 
-    def hidden(self, sequences: Sequences) -> Tensor:
-        """The same, padded: [B, T, H]; 0 outside the mask."""
-        states = self.token_hidden(sequences)
-        padded = states.new_zeros(*sequences.mask.shape, states.shape[-1])
-        return padded.masked_scatter(sequences.mask[..., None], states)
+    def student_tokens(self, hidden: Tensor, response_ids: Tensor) -> StudentTokens:
+        """What an objective needs of tokens [N] and the hidden states [N, H] that predict them."""
+        weight, bias = self.head
+        return StudentTokens(hidden, response_ids, weight, bias, self.temperature, self.vocab_size)
 
     def logprobs(self, sequences: Sequences) -> Tensor:
-        """Log-probs of the response tokens, [B, T]; differentiable; 0 outside the mask."""
-        return self._fused_logprobs(sequences) if self.fused else self._own_logprobs(sequences)
+        """Log-probs [N] of the response tokens; differentiable."""
+        if self.fused:
+            return self._fused_logprobs(sequences)
+        return self._chunk_logprobs(sequences) if self.chunked else self._row_logprobs(sequences)
 
     def _fused_logprobs(self, sequences: Sequences) -> Tensor:
-        values = self.head_logprobs(self.token_hidden(sequences), sequences.response_ids[sequences.mask])
-        values = values.to(sequences.mask.device)
-        return values.new_zeros(sequences.mask.shape).masked_scatter(sequences.mask, values)
+        values = self.head_logprobs(self.token_hidden(sequences), sequences.response_ids)
+        return values.to(sequences.response_ids.device)
 
     def head_logprobs(self, hidden: Tensor, response_ids: Tensor) -> Tensor:
         """Log-probs [N] of tokens [N] from the hidden states [N, H] that predict them."""
@@ -148,35 +173,44 @@ class ResponseModel:
             hidden, weight, response_ids, bias=bias, temperature=self.temperature, vocab_size=self.vocab_size
         )
 
-    def check_head(self, sequences: Sequences, tolerance: float = 1e-3) -> float:
-        """Largest difference between the fused head and the model's own logits; beyond the tolerance, stop using it."""
+    def check_head(self, sequences: Sequences, *, trained: bool = True) -> HeadCheck:
+        """Compare every path that this model takes with its own logits. Beyond the tolerance the fused head is not used.
+
+        Without gradients a plain model on a CPU takes the lean path; `trained` also checks the path that carries gradients.
+        The caller sets the context in which the model runs (autocast, an adapter that is off).
+        """
         sequences = sequences.to(self.device)
         half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in self.model.parameters())
-        tolerance = 0.5 if half else tolerance  # a half-precision model rounds its own logits
+        tolerance = TOLERANCE_HALF if half or torch.is_autocast_enabled(self.device.type) else TOLERANCE
         with torch.no_grad():
             own = self._row_logprobs(sequences)
             difference = _difference(self._fused_logprobs(sequences), own)
-            self.fused = difference <= tolerance
-            if not self.fused:
-                try:
+        if trained:
+            with torch.enable_grad():
+                difference = max(difference, _difference(self._fused_logprobs(sequences).detach(), own))
+        self.fused = difference <= tolerance
+        if not self.fused:
+            try:
+                with torch.no_grad():
                     self.chunked = _difference(self._chunk_logprobs(sequences), own) <= tolerance
-                except Exception:  # whatever a model says to a body that is not its own, it means no
-                    self.chunked = False
-        return difference
-
-    def _own_logprobs(self, sequences: Sequences) -> Tensor:
-        """The same from the model's own logits."""
-        return self._chunk_logprobs(sequences) if self.chunked else self._row_logprobs(sequences)
+            except Exception:  # any error means that this model's body cannot be taken out
+                self.chunked = False
+        return HeadCheck(difference, self.fused, self.packing_obstacle)
 
     def _chunk_logprobs(self, sequences: Sequences) -> Tensor:
-        hidden, ids = self.token_hidden(sequences), sequences.response_ids[sequences.mask]
-        values = own_logprobs(self.model, hidden, ids, temperature=self.temperature, vocab_size=self.vocab_size)
-        return values.new_zeros(sequences.mask.shape).masked_scatter(sequences.mask, values)
+        """From the model's own logits of known hidden states."""
+        hidden = self.token_hidden(sequences)
+        return own_logprobs(
+            self.model, hidden, sequences.response_ids, temperature=self.temperature, vocab_size=self.vocab_size
+        )
 
     def _row_logprobs(self, sequences: Sequences) -> Tensor:
         """From whole forward passes, one sequence at a time."""
-        rows = zip(sequences.input_ids, sequences.source, sequences.response_ids, strict=True)
-        return torch.where(sequences.mask, torch.stack([self._own_row(*row) for row in rows]), 0.0)
+        first = sequences.lengths.cumsum(0) - sequences.lengths
+        places = sequences.split(sequences.source - first.repeat_interleave(sequences.answers))
+        rows = sequences.input_ids.split(sequences.lengths.tolist())
+        responses = sequences.split(sequences.response_ids)
+        return torch.cat([self._own_row(*row) for row in zip(rows, places, responses, strict=True)])
 
     def _own_row(self, input_ids: Tensor, source: Tensor, response_ids: Tensor) -> Tensor:
         def compute(ids: Tensor) -> Tensor:
@@ -191,13 +225,17 @@ def _difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max()) if one.numel() else 0.0
 
 
+def _check_budget(budget: int) -> None:
+    if budget < 1:
+        raise ValueError(f"the token budget must be at least 1, got {budget}")
+
+
 def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> list[list[int]]:
     """Deal rows to micro-batches of at most `budget` padded tokens (or one row), longest first, of similar lengths.
 
     A row joins a micro-batch only if it is at least `fill` as long as its longest, which bounds the padding.
     """
-    if budget < 1:
-        raise ValueError(f"the token budget must be at least 1, got {budget}")
+    _check_budget(budget)
     batches: list[list[int]] = []
     longest = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -212,8 +250,7 @@ def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> lis
 
 def packed_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Deal rows to micro-batches of at most `budget` tokens (or one row), longest first: like lengths are neighbours."""
-    if budget < 1:
-        raise ValueError(f"the token budget must be at least 1, got {budget}")
+    _check_budget(budget)
     batches: list[list[int]] = []
     room = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):

@@ -1,8 +1,16 @@
-"""The methods by name: what `recipes/`, the demo and `iwopd methods` call them."""
+"""The catalogue: every method by name, and everything that `iwopd methods` lists.
+
+Objectives, advantages and weight rules describe themselves (`algo`). A method is a `[method]` section with a name: the
+paper's, and `survival`, which is ours. Recipes, demo, probe, report and verl take them from here.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from iwopd.algo.objectives import Objective
 
 METHODS: dict[str, dict[str, Any]] = {
     "opd": {},
@@ -20,7 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "iw-exopd": {"advantage": "exopd", "scale": 1.25, "weights": "cumulative-share", "params": {"gamma": 0.5}},
     "survival": {"weights": "survival", "params": {"tau": 1.0}},
 }
-"""The `[method]` section of each: the paper's, and `survival`, which is ours."""
+"""The `[method]` section of each, as its recipe writes it."""
 
 TITLES = {
     "opd": "OPD",
@@ -38,3 +46,94 @@ TITLES = {
     "iw-exopd": "IW-ExOPD",
     "survival": "Survival (ours)",
 }
+
+GAMMAS = (0.5, 1.0, 2.0, 4.0)
+ALPHAS = (1.0, 0.1, 0.01, 0.001)
+"""Of Fig. 4a-b."""
+
+
+def probed_methods(gamma: float = 0.5) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Title and section of what the probe applies to its rollouts: every weight rule, some with several parameters.
+
+    Plain OPD first; IW-OPD at several gammas (the asked one among them); rules of plug-ins at their defaults.
+    """
+    from iwopd.algo import WEIGHT_RULES
+
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name, section in METHODS.items():
+        if "advantage" in section:  # they need a reference, which a probe does not have
+            continue
+        rule = section.get("weights", "uniform")
+        if name == "iw-opd":
+            for value in sorted({*GAMMAS, gamma} - {0.0}):
+                found[f"iw-opd-{value:g}"] = (f"IW-OPD, gamma {value:g}", {"weights": rule, "params": {"gamma": value}})
+        elif name == "ideal":
+            for value in ALPHAS:
+                found[f"ideal-{value:g}"] = (f"Ideal weight, alpha {value:g}", {"weights": rule, "params": {"alpha": value}})
+        else:
+            found[name] = (TITLES[name], section)
+        if name == "linear-decay":
+            found["linear-decay-4"] = ("Linear decay, gamma 4", {"weights": rule, "params": {"gamma": 4.0}})
+    found["curriculum"] = ("Manual curriculum, first step", found["curriculum"][1])
+    known = {section.get("weights", "uniform") for _, section in found.values()}
+    more = {name: (WEIGHT_RULES[name].title or name, {"weights": name}) for name in WEIGHT_RULES if name not in known}
+    return {**found, **more}
+
+
+def identity(objective: Objective) -> tuple[Any, ...]:
+    """What makes two objectives the same method: defaults filled in, the loss's clips and coefficients left out."""
+    from iwopd.algo.advantages import ADVANTAGES
+
+    weights = {**objective.rule.params, **objective.params}
+    advantage = getattr(objective, "advantage", None)
+    more = {} if advantage is None else {**ADVANTAGES[advantage].params, **getattr(objective, "advantage_params", {})}
+    return objective.name, objective.weights, weights, advantage, more
+
+
+def method_title(section: Mapping[str, Any]) -> str:
+    """The name of a `[method]` section, which may be of another version; where it has none, what it is made of."""
+    from iwopd.algo.objectives import make_objective, objective_class
+
+    try:
+        chosen = {name: value for name, value in section.items() if name == "objective"}
+        known = objective_class(chosen).settings(section)
+        wanted = identity(make_objective(chosen | {name: value for name, value in section.items() if name in known}))
+        for name, own in METHODS.items():
+            if identity(make_objective(own)) == wanted:
+                return TITLES[name]
+        made_of = [value for name, value in section.items() if name in ("objective", "advantage", "weights")]
+        given = [(name, value) for name, value in section.items() if name in known and not isinstance(value, Mapping)]
+        given = [(name, value) for name, value in given if value != known[name].default and value not in made_of]
+    except (ValueError, TypeError, ImportError, LookupError):
+        made_of, given = [section.get("advantage", "opd"), section.get("weights", "uniform")], []
+    params = section.get("params", {})
+    given += list(params.items()) if isinstance(params, Mapping) else []
+    return " ".join([*(str(word) for word in made_of), *(f"{name}={value}" for name, value in given)])
+
+
+def catalogue() -> dict[str, list[dict[str, Any]]]:
+    """Everything that can be chosen, as plain values: `iwopd methods --json`. A plug-in that does not load says why."""
+    from iwopd.algo import WEIGHT_RULES
+    from iwopd.algo.advantages import ADVANTAGES
+    from iwopd.algo.objectives import OBJECTIVES
+
+    def listed(registry: Mapping[str, Any], describe: Any) -> list[dict[str, Any]]:
+        found = []
+        for name in registry:
+            try:
+                found.append(describe(registry[name]))
+            except (ImportError, TypeError) as error:
+                found.append({"name": name, "title": name, "error": str(error)})
+        return found
+
+    def objective(kind: type[Objective]) -> dict[str, Any]:
+        settings = {name: one.default for name, one in kind.settings({}).items()}
+        texts = {"name": kind.name, "title": kind.title, "formula": kind.formula, "source": kind.source}
+        return {**texts, "params": settings, "needs": sorted(kind().needs - {"mask"})}
+
+    return {
+        "objectives": listed(OBJECTIVES, objective),
+        "advantages": listed(ADVANTAGES, lambda one: one.describe()),
+        "rules": listed(WEIGHT_RULES, lambda one: one.describe() | {"family": one.family}),
+        "methods": [{"name": name, "title": TITLES[name], "method": section} for name, section in METHODS.items()],
+    }

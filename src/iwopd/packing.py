@@ -81,16 +81,15 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def packed_inputs(model: Any, input_ids: Tensor, lengths: Tensor) -> dict[str, Any]:
-    """The arguments of a forward pass over rows `input_ids` [B, L] without what lies beyond their `lengths` [B]."""
-    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-    real = columns < lengths[:, None]
+    """The arguments of a forward pass over sequences of these `lengths` [B], one after the other in `input_ids` [M]."""
+    first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     boundaries = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     longest = int(lengths.max())
     # A mask of four dimensions is taken for a finished one; without it transformers would make one of [N, N].
     done = input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool) if _attention(model) == ATTENTION else None
     return {
-        "input_ids": input_ids[real][None],
-        "position_ids": columns.expand_as(real)[real][None],
+        "input_ids": input_ids[None],
+        "position_ids": (torch.arange(len(input_ids), device=input_ids.device) - first)[None],
         "attention_mask": done,
         "cu_seq_lens_q": boundaries,
         "cu_seq_lens_k": boundaries,
@@ -147,7 +146,7 @@ def _tried_out(model: Any, vocab_size: int | None) -> str | None:
     lengths = torch.tensor([23, 9, 9, 1, 17])
     ids = torch.randint(
         vocab_size or model.config.get_text_config().vocab_size,
-        (len(lengths), int(lengths.max())),
+        (int(lengths.sum()),),
         generator=torch.Generator().manual_seed(0),
     ).to(device)
     half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
@@ -157,8 +156,8 @@ def _tried_out(model: Any, vocab_size: int | None) -> str | None:
         with torch.autocast(device.type, enabled=False):
             inputs = packed_inputs(model, ids, lengths.to(device))
             packed = model.base_model(**inputs).last_hidden_state[0]
-            rows = [row[None, :length] for row, length in zip(ids, lengths.tolist(), strict=True)]
-            single = torch.cat([model.base_model(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
+            rows = ids.split(lengths.tolist())
+            single = torch.cat([model.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows])
     finally:
         model.train(was_training)
     difference = float((packed - single).abs().max() / single.abs().max())

@@ -1,19 +1,20 @@
-"""What flows through the house, one frozen object a room.
+"""What flows through the house: each room hands the next one a frozen object.
 
     Prompt --rollout--> Rollout --teacher--> ScoredRollout --batch--> TokenBatch --algo--> loss
            --train--> StepStats;   --every k steps--> EvalResult
 
-Shape letters: B rollouts, P prompt tokens, T response tokens, N problems, K samples a problem. Every object checks its
-shapes, dtypes and finiteness when it is built; the error names the field and the row. Objects with tensors are equal only to
-themselves. Log-probs are natural, at the
-sampling temperature, over the full vocabulary.
+Shape letters: B rollouts, T response tokens of the longest, N response tokens of all (in an evaluation: problems), K samples
+per problem.
+Every object checks its shapes, dtypes and finiteness when it is built; the error names the field and the place. Objects with
+tensors are equal only to themselves. Log-probs are natural, at the sampling temperature, over the full vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -98,106 +99,79 @@ class ScoredRollout:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """Scored rollouts as padded tensors: prompts [B, P] padded on the left, responses [B, T] on the right."""
+    """Scored rollouts, one after the other: the N response tokens of all of them in one row, without padding."""
 
     prompt_ids: Tensor
-    """[B, P] int64."""
-    prompt_mask: Tensor
-    """[B, P] bool, true on real prompt tokens: the last ones of each row."""
+    """[M] int64: the prompts of all rollouts."""
+    prompt_lengths: Tensor
+    """[B] int64."""
     response_ids: Tensor
-    """[B, T] int64."""
-    mask: Tensor
-    """[B, T] bool, true on valid response tokens: the first ones of each row."""
+    """[N] int64."""
+    lengths: Tensor
+    """[B] int64: response tokens of each rollout."""
     old_logprobs: Tensor
-    """[B, T] `lp_0`."""
+    """[N] `lp_0`."""
     teacher_logprobs: Tensor
-    """[B, T] `lp_T`."""
+    """[N] `lp_T`."""
     rollout_logprobs: Tensor | None = None
-    """[B, T] `lp_rollout`, where another engine generated."""
+    """[N] `lp_rollout`, where another engine generated."""
     reference_logprobs: Tensor | None = None
-    """[B, T] `lp_R`."""
+    """[N] `lp_R`."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_mask", "mask"):
-            mask = getattr(self, name)
-            if mask.dtype != torch.bool or mask.dim() != 2:
-                raise ValueError(f"TokenBatch.{name} must be a boolean [B, T] tensor, got {mask.dtype} {list(mask.shape)}")
-        _check_ids("TokenBatch.prompt_ids", self.prompt_ids, self.prompt_mask)
-        _check_ids("TokenBatch.response_ids", self.response_ids, self.mask)
-        if len(self.prompt_mask) != len(self.mask):
-            raise ValueError(f"TokenBatch has {len(self.prompt_mask)} prompts and {len(self.mask)} responses")
-        _check_padding("TokenBatch.mask", self.mask, side="right")
-        _check_padding("TokenBatch.prompt_mask", self.prompt_mask, side="left")
+        for ids, lengths in (("prompt_ids", "prompt_lengths"), ("response_ids", "lengths")):
+            _check_ids(f"TokenBatch.{ids}", getattr(self, ids))
+            _check_ids(f"TokenBatch.{lengths}", getattr(self, lengths))
+            total = int(getattr(self, lengths).sum())
+            if total != len(getattr(self, ids)):
+                raise ValueError(f"TokenBatch.{lengths} add up to {total}, but there are {len(getattr(self, ids))} {ids}")
+        if len(self.prompt_lengths) != len(self.lengths):
+            raise ValueError(f"TokenBatch has {len(self.prompt_lengths)} prompts and {len(self.lengths)} responses")
         for name in ("old_logprobs", "teacher_logprobs", "rollout_logprobs", "reference_logprobs"):
             values = getattr(self, name)
             if values is not None:
-                _check_logprobs(f"TokenBatch.{name}", values, self.mask.shape, self.mask)
+                _check_logprobs(f"TokenBatch.{name}", values, self.response_ids.shape)
 
     def __len__(self) -> int:
-        return len(self.mask)
+        return len(self.lengths)
 
-    @property
-    def lengths(self) -> Tensor:
-        """[B] valid response tokens of each row."""
-        return self.mask.sum(-1)
+    @cached_property
+    def mask(self) -> Tensor:
+        """[B, T] bool: the valid tokens of responses padded on the right."""
+        return torch.arange(int(self.lengths.max()))[None] < self.lengths[:, None]
 
-    def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
-        """These rows, with padding that none of them needs cut off."""
-        index = torch.as_tensor(rows, device=self.mask.device)
-        if index.dtype == torch.bool:
-            raise TypeError("TokenBatch.select takes row numbers, not a boolean mask; pass mask.nonzero().squeeze(1)")
-        index = index.long()
-        tokens = int(self.lengths[index].max()) if len(index) else 0
-        prompt = int(self.prompt_mask[index].sum(-1).max()) if len(index) else 0
-        first = self.prompt_ids.shape[1] - prompt
+    def pad(self, values: Tensor) -> Tensor:
+        """[N] of the response tokens as [B, T], 0 outside the mask: for formulas that run along a rollout."""
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
 
-        def cut(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[index, :tokens]
-
-        return replace(
-            self,
-            prompt_ids=self.prompt_ids[index, first:],
-            prompt_mask=self.prompt_mask[index, first:],
-            response_ids=self.response_ids[index, :tokens],
-            mask=self.mask[index, :tokens],
-            old_logprobs=self.old_logprobs[index, :tokens],
-            teacher_logprobs=self.teacher_logprobs[index, :tokens],
-            rollout_logprobs=cut(self.rollout_logprobs),
-            reference_logprobs=cut(self.reference_logprobs),
-        )
+    def places(self, rows: Sequence[int]) -> Tensor:
+        """[n] where the response tokens of these rollouts stand among the N, rollout after rollout."""
+        first = (self.lengths.cumsum(0) - self.lengths).tolist()
+        return torch.cat([torch.arange(first[row], first[row] + int(self.lengths[row])) for row in rows])
 
     @classmethod
-    def collate(cls, rollouts: Sequence[ScoredRollout], *, pad_id: int = 0, correct_rollouts: bool = False) -> TokenBatch:
-        """Pad scored rollouts into one batch.
+    def collate(cls, rollouts: Sequence[ScoredRollout], *, correct_rollouts: bool = False) -> TokenBatch:
+        """Put scored rollouts into one batch.
 
         `correct_rollouts` carries the engine's own log-probs along for `algo.rollout_correction`. Reference log-probs
         go along if every rollout has them; if only some do, that is an error.
         """
         if not rollouts:
             raise ValueError("cannot make a TokenBatch of no rollouts")
-        with_reference = [item.reference_logprobs is not None for item in rollouts]
-        if any(with_reference) and not all(with_reference):
-            raise ValueError(f"reference_logprobs are missing from row {with_reference.index(False)}, but other rows have them")
-        prompts = [torch.tensor(item.rollout.prompt.token_ids, dtype=torch.long) for item in rollouts]
-        lengths = torch.tensor([len(item) for item in rollouts])
-        prompt_lengths = torch.tensor([len(ids) for ids in prompts])
-
-        def pad(rows: Sequence[Tensor], value: float = 0, side: str = "right") -> Tensor:
-            return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
-
-        columns = torch.arange(int(lengths.max()))
-        prompt_columns = torch.arange(int(prompt_lengths.max())).flip(0)
+        reference = [item.reference_logprobs for item in rollouts if item.reference_logprobs is not None]
+        if reference and len(reference) < len(rollouts):
+            missing = next(row for row, item in enumerate(rollouts) if item.reference_logprobs is None)
+            raise ValueError(f"reference_logprobs are missing from row {missing}, but other rows have them")
+        prompts = [item.rollout.prompt.token_ids for item in rollouts]
         return cls(
-            prompt_ids=pad(prompts, pad_id, "left"),
-            prompt_mask=prompt_columns[None] < prompt_lengths[:, None],
-            response_ids=pad([item.rollout.response_ids for item in rollouts], pad_id),
-            mask=columns[None] < lengths[:, None],
-            old_logprobs=pad([item.old_logprobs for item in rollouts]),
-            teacher_logprobs=pad([item.teacher_logprobs for item in rollouts]),
-            rollout_logprobs=pad([item.rollout.rollout_logprobs for item in rollouts]) if correct_rollouts else None,
-            reference_logprobs=pad([item.reference_logprobs for item in rollouts if item.reference_logprobs is not None])
-            if all(with_reference)
-            else None,
+            prompt_ids=torch.tensor([token for ids in prompts for token in ids], dtype=torch.long),
+            prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
+            response_ids=torch.cat([item.rollout.response_ids for item in rollouts]),
+            lengths=torch.tensor([len(item) for item in rollouts]),
+            old_logprobs=torch.cat([item.old_logprobs for item in rollouts]),
+            teacher_logprobs=torch.cat([item.teacher_logprobs for item in rollouts]),
+            rollout_logprobs=torch.cat([item.rollout.rollout_logprobs for item in rollouts]) if correct_rollouts else None,
+            reference_logprobs=torch.cat(reference) if reference else None,
         )
 
 
@@ -264,38 +238,23 @@ class EvalResult:
         return float(self.scores.mean())
 
 
-def _check_ids(name: str, ids: Tensor, mask: Tensor | None = None) -> None:
+def _check_ids(name: str, ids: Tensor) -> None:
     if ids.dtype != torch.long:
         raise TypeError(f"{name} must be int64, got {ids.dtype}")
-    if mask is None:
-        if ids.dim() != 1:
-            raise ValueError(f"{name} must have shape [T], got {list(ids.shape)}")
-        mask = torch.ones_like(ids, dtype=torch.bool)
-    elif ids.shape != mask.shape:
-        raise ValueError(f"{name} has shape {list(ids.shape)}, its mask {list(mask.shape)}")
-    _refuse(name, ids, (ids < 0) & mask)
+    if ids.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got {list(ids.shape)}")
+    _refuse(name, ids, ids < 0)
 
 
-def _check_logprobs(name: str, values: Tensor, shape: torch.Size, mask: Tensor | None = None) -> None:
+def _check_logprobs(name: str, values: Tensor, shape: torch.Size) -> None:
     if values.shape != shape:
         raise ValueError(f"{name} has shape {list(values.shape)}, expected {list(shape)}")
     if values.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{name} must be float32 or float64, got {values.dtype}")
-    bad = ~torch.isfinite(values)
-    _refuse(name, values, bad if mask is None else bad & mask)
-
-
-def _check_padding(name: str, mask: Tensor, side: Literal["left", "right"]) -> None:
-    before, after = (mask[:, :-1], mask[:, 1:]) if side == "right" else (mask[:, 1:], mask[:, :-1])
-    broken = (after & ~before).any(-1)
-    if broken.any():
-        raise ValueError(
-            f"{name} is not {side}-padded in row {int(broken.nonzero()[0])}: a valid token lies beyond an invalid one"
-        )
+    _refuse(name, values, ~torch.isfinite(values))
 
 
 def _refuse(name: str, values: Tensor, bad: Tensor) -> None:
     if bad.any():
-        where = [int(i) for i in bad.nonzero()[0]]
-        place = f"row {where[0]}, token {where[1]}" if len(where) == 2 else f"token {where[0]}"
-        raise ValueError(f"{name} is {values[tuple(where)].item()} at {place}")
+        place = int(bad.nonzero()[0])
+        raise ValueError(f"{name} is {values[place].item()} at token {place}")

@@ -8,8 +8,9 @@ from iwopd.algo import position, projection
 from iwopd.algo._checks import NonFiniteError
 from iwopd.algo.advantages import exopd_advantages, opd_advantages
 from iwopd.algo.correction import Mismatch, rollout_correction, rollout_mismatch
+from iwopd.algo.fused_loss import fused_policy_loss
 from iwopd.algo.logprobs import LOGPROB_FLOOR, floor_logprobs, token_entropy, token_kl, token_logprobs
-from iwopd.algo.loss import PolicyLoss, PolicyStats, fused_policy_loss, low_variance_kl, policy_loss
+from iwopd.algo.loss import PolicyLoss, PolicyStats, low_variance_kl, policy_loss
 from iwopd.algo.weights import WEIGHT_RULES, WeightRule, supervised_mask, token_weights
 
 __all__ = [

@@ -44,4 +44,4 @@ def keep(values: Tensor, mask: Tensor) -> Tensor:
 
 def wide(values: Tensor) -> Tensor:
     """`values` in float64 for long sums (16,384 terms lose three digits in float32); float32 where a device has no double."""
-    return values if values.device.type == "mps" else values.double()
+    return values.float() if values.device.type == "mps" else values.double()

@@ -1,27 +1,36 @@
 """Token advantages: what the teacher says about each token the student wrote. All detached, 0 outside the mask.
 
-Shapes: every tensor is [B, T], right-padded; `mask` is boolean and true on the response's valid tokens.
+Shapes: every tensor is [B, T], right-padded; `mask` is boolean and true on the response's valid tokens. Registered advantages
+ask for evidence by the names of their parameters, like weight rules; one that asks for `weights` applies them itself.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
-from iwopd.algo._checks import check_mask, check_tokens, keep, wide
+from iwopd.algo._checks import check_tokens, keep, wide
+from iwopd.algo.evidence import WEIGHTS, Evidence, Formula, gap
 from iwopd.algo.logprobs import floor_logprobs
+from iwopd.registry import Registry
+
+REWARD_SCALE = 1.25
+"""ExOPD's lambda: G-OPD's default."""
 
 
 @torch.no_grad()
 def opd_advantages(teacher_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Standard OPD: `A[t] = lp_T[t] - lp_0[t]`, the teacher's log-prob minus the rollout policy's.
 
-    Eq. 6 of "On the Position Bias of On-Policy Distillation" (A^OPD). It is also the *gap* that every weight rule
-    accumulates. A teacher log-prob of -inf counts as `LOGPROB_FLOOR`; NaN on a valid token is an error.
+    Eq. 6 of "On the Position Bias of On-Policy Distillation" (A^OPD). It is also the *gap* that weight rules accumulate.
+    A teacher log-prob of -inf counts as `LOGPROB_FLOOR`; NaN on a valid token is an error.
     """
-    check_mask(mask)
-    check_tokens("old_logprobs", old_logprobs, mask)
-    return keep(floor_logprobs(teacher_logprobs, mask).logprobs - old_logprobs, mask)
+    return gap(teacher_logprobs, old_logprobs, mask)
 
 
 @torch.no_grad()
@@ -30,7 +39,7 @@ def exopd_advantages(
     old_logprobs: Tensor,
     reference_logprobs: Tensor,
     mask: Tensor,
-    scale: float = 1.25,
+    scale: float = REWARD_SCALE,
     weights: Tensor | None = None,
 ) -> Tensor:
     """ExOPD's extrapolated reward (from G-OPD), and IW-ExOPD when `weights` are given.
@@ -45,12 +54,88 @@ def exopd_advantages(
     Both are computed as `(lp_T - lp_0) + (scale * w - 1) * (lp_T - lp_R)`: the same number, and `scale = 1` is OPD
     and `w = 1` is ExOPD to the last bit.
     """
-    gap = opd_advantages(teacher_logprobs, old_logprobs, mask)
     teacher = floor_logprobs(teacher_logprobs, mask).logprobs
     reference = floor_logprobs(reference_logprobs, mask, name="reference_logprobs").logprobs
+    plain = gap(teacher_logprobs, old_logprobs, mask)
     reward = keep(teacher - reference, mask)
     if weights is None:
-        return keep(gap + (scale - 1.0) * reward, mask)
+        return keep(plain + (scale - 1.0) * reward, mask)
     check_tokens("weights", weights, mask)
     factor = (scale * wide(weights) - 1.0).to(reward.dtype)  # rounded once, like `scale - 1` above
-    return keep(gap + factor * reward, mask)
+    return keep(plain + factor * reward, mask)
+
+
+@dataclass(frozen=True)
+class Advantage(Formula):
+    """A registered advantage: its function returns [B, T], 0 outside the mask."""
+
+    title: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What messages call it."""
+        return "advantage"
+
+    def weighted(self, evidence: Evidence, weights: Tensor, params: dict[str, Any]) -> Tensor:
+        """The advantage with the weights applied, once (Eq. 13): by itself if it asks for them, else as a factor."""
+        self.check_params(params)
+        needed = evidence.select(self.needs, f"advantage {self.name!r}")
+        if WEIGHTS in self.needs:
+            return self.function(**needed, weights=weights, **params)
+        return self.function(**needed, **params) * weights
+
+
+def _adopt(name: str, loaded: Any, where: str) -> Advantage:
+    if isinstance(loaded, Advantage):
+        return replace(loaded, name=name)
+    if not callable(loaded):
+        raise TypeError(f"must be an Advantage or a function, got {loaded!r}")
+    found = Advantage(name, loaded, formula=(inspect.getdoc(loaded) or "").partition("\n")[0], source=where)
+    found.check_function()
+    return found
+
+
+ADVANTAGES: Registry[Advantage] = Registry("advantage", "iwopd.advantages", _adopt)
+
+
+def advantage(name: str, *, title: str, formula: str, source: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register the decorated function as the advantage `name`."""
+
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        ADVANTAGES.add(name, Advantage(name, function, formula, source, title))
+        return function
+
+    return decorate
+
+
+@advantage("opd", title="OPD", formula="lp_T - lp_0", source="Eq. 6")
+def opd(gap: Tensor) -> Tensor:
+    """The gap itself."""
+    return gap
+
+
+@advantage(
+    "exopd",
+    title="ExOPD",
+    formula="scale * w * (lp_T - lp_R) - (lp_0 - lp_R);  weighting='advantage': w outside",
+    source="G-OPD's reward extrapolation; with weights Tab. 7 (our reading, docs/method.md)",
+)
+def exopd(
+    teacher_logprobs: Tensor,
+    old_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    *,
+    scale: float = REWARD_SCALE,
+    weighting: Literal["reward-scale", "advantage"] = "reward-scale",
+) -> Tensor:
+    """Extrapolated reward; `weighting` says whether the weights scale the reward or the whole advantage."""
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    scores = (teacher_logprobs, old_logprobs, reference_logprobs, mask, scale)
+    if weighting == "reward-scale":
+        return exopd_advantages(*scores, weights)
+    if weighting == "advantage":
+        return exopd_advantages(*scores) * weights
+    raise ValueError(f"weighting must be 'reward-scale' or 'advantage', got {weighting!r}")

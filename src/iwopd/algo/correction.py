@@ -9,9 +9,14 @@ from torch import Tensor
 
 from iwopd.algo._checks import check_mask, check_tokens, keep
 
+CORRECTION_THRESHOLD = 5.0
+"""Where importance ratios are truncated (Tab. 6)."""
+
 
 @torch.no_grad()
-def rollout_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, threshold: float = 5.0) -> Tensor:
+def rollout_correction(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, threshold: float = CORRECTION_THRESHOLD
+) -> Tensor:
     """Truncated importance ratio `min(exp(lp_0[t] - lp_rollout[t]), threshold)`, detached, 0 outside the mask.
 
     It multiplies the loss of each token ("Rollout importance correction: token-level, threshold 5.0", Tab. 6 of
@@ -39,7 +44,9 @@ class Mismatch(NamedTuple):
 
 
 @torch.no_grad()
-def rollout_mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, threshold: float = 5.0) -> Mismatch:
+def rollout_mismatch(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, threshold: float = CORRECTION_THRESHOLD
+) -> Mismatch:
     """Statistics of the ratio that `rollout_correction` truncates; those of an exact engine if there are no tokens."""
     check_mask(mask)
     check_tokens("old_logprobs", old_logprobs, mask)

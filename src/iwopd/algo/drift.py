@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from iwopd.algo._checks import check_batch_mask, check_tokens, keep, wide
+from iwopd.algo.evidence import prefix_sum
 
 DRIFT = 2.0
 """Nats: the teacher gives the token less than 1/7 of the student's probability."""
@@ -24,7 +25,7 @@ class DriftRegions(NamedTuple):
     at: Tensor
     """The first drift itself, one token a rollout at most: its prefix is still clean."""
     after: Tensor
-    """Everything that stands behind a drifted prefix."""
+    """Every token after the first drift: its prefix has drifted."""
 
 
 @torch.no_grad()
@@ -56,7 +57,7 @@ def prefix_sums(values: Tensor, mask: Tensor) -> Tensor:
     check_batch_mask(mask)
     check_tokens("values", values, mask)
     kept = wide(keep(values, mask))
-    return keep(torch.nn.functional.pad(kept.cumsum(-1), (1, 0))[..., :-1], mask)
+    return keep(prefix_sum(kept), mask)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from iwopd.algo._checks import check_batch_mask, check_tokens, keep
+from iwopd.algo.evidence import prefix_sum
 
 
 def log_partition(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
@@ -88,6 +89,6 @@ def _prefix_ratio(student: Tensor, teacher: Tensor, mask: Tensor, alpha: float) 
     check_tokens("student", student, mask)
     check_tokens("teacher", teacher, mask)
     gap = keep(teacher - student, mask)
-    log_ratio = alpha * (gap.cumsum(-1) - gap)
+    log_ratio = alpha * prefix_sum(gap)
     sequence = keep(student, mask).sum(-1, keepdim=True)
     return log_ratio, torch.where(mask, sequence, -torch.inf)

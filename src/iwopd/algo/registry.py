@@ -1,150 +1,104 @@
-"""The registry of weight rules: built-in ones by decorator, other packages' ones by entry point.
+"""The registry of weight rules: built-in ones by decorator, other packages' ones by entry point (group `iwopd.weights`).
 
-A package adds a rule with an entry point in the group `iwopd.weights` whose value is a `WeightRule` or a plain function
-`(gap, mask, ...) -> weights` whose further parameters have defaults:
+An entry point names a `WeightRule` or a plain function that asks for evidence by the names of its parameters:
 
-    [project.entry-points."iwopd.weights"]
-    half-life = "my_package.rules:half_life"
-
-Names are known at once; the code behind an entry point is imported when its rule is first asked for, so a broken
-plug-in harms only those who use it, and they are told.
+    def half_life(gap, mask, *, tokens=100.0): ...
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from torch import Tensor
 
+from iwopd.algo.evidence import Formula
+from iwopd.registry import Registry, UnknownNameError
+
 ENTRY_POINT_GROUP = "iwopd.weights"
 RuleFunction = Callable[..., Tensor]
+UnknownRuleError = UnknownNameError
+
+FAMILIES = {
+    "sums": (
+        "Weights from sums of gaps",
+        "IW-OPD gives a token more weight the less of the answer's discrepancy lies before it; plain OPD gives 1 everywhere.",
+    ),
+    "ideal": (
+        "Ideal weights",
+        "The prefix's importance ratio to the power of alpha over its mean. That mean is 1 everywhere: the median is drawn.",
+    ),
+    "position": ("Weights by position alone", "Rules that look at no gap, only at where a token is."),
+    "other": ("Other rules", "Rules from plug-ins, with their defaults."),
+}
+"""Families of rules: title, and what they have in common. The report draws one chart for each."""
 
 
 @dataclass(frozen=True)
-class WeightRule:
-    """A weight rule: its function, what it says in one line, and what the caller must know before calling it."""
+class WeightRule(Formula):
+    """A weight rule: its function, what it says in one line, and what the caller must know before calling it.
 
-    name: str
-    function: RuleFunction
-    """`(gap [B, T] float64, mask [B, T] bool, **params) -> weights [B, T]`."""
-    formula: str = ""
-    source: str = ""
-    """Where it comes from: equation, table or figure."""
+    The function takes evidence in float64 (`gap` [B, T], `mask` [B, T] bool, ...) and returns weights [B, T].
+    """
+
     needs_progress: bool = False
-    """The function takes `progress`, the share of training done."""
+    """The function takes `progress`. Follows from its parameters."""
     batch_dependent: bool = False
     """A rollout's weights depend on the other rollouts of the batch."""
     supervised: RuleFunction | None = None
     """`(mask, **params) -> mask` of the tokens that count in the denominator; None: all valid ones."""
+    title: str = ""
+    family: str = "other"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs_progress", "progress" in self.needs)
 
     @property
-    def params(self) -> dict[str, Any]:
-        """The rule's own parameters and their defaults, from the function's signature."""
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        own = list(inspect.signature(self.function).parameters.items())[2:]  # after gap and mask
-        return {name: given.default for name, given in own if given.kind in named and name != "progress"}
-
-    def check_params(self, params: Mapping[str, object]) -> None:
-        """Refuse parameters that the rule does not have, and name those that it has."""
-        known = [*self.params, "normalize"]
-        for name in params:
-            if name not in known:
-                raise ValueError(f"weight rule {self.name!r} has no parameter {name!r}{_hint(name, known)}")
+    def kind(self) -> str:
+        """What messages call it."""
+        return "weight rule"
 
 
-class WeightRules(Mapping[str, WeightRule]):
-    """All rules by name. Built-in names cannot be taken over by a plug-in."""
-
-    def __init__(self) -> None:
-        self._rules: dict[str, WeightRule] = {}
-        self._plugins: dict[str, EntryPoint] | None = None
-
-    def add(self, rule: WeightRule) -> None:
-        if rule.name in self._rules:
-            raise ValueError(f"weight rule {rule.name!r} is registered already")
-        self._rules[rule.name] = rule
-
-    def __getitem__(self, name: str) -> WeightRule:
-        if name not in self._rules:
-            plugin = self._found_plugins().get(name)
-            if plugin is None:
-                raise UnknownRuleError(f"unknown weight rule {name!r}{_hint(name, list(self))}")
-            self._rules[name] = _load(plugin)
-        return self._rules[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rules or name in self._found_plugins()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._rules, *self._found_plugins()]))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def _found_plugins(self) -> dict[str, EntryPoint]:
-        if self._plugins is None:
-            self._plugins = {}
-            for entry in entry_points(group=ENTRY_POINT_GROUP):
-                if entry.name in self._rules or entry.name in self._plugins:
-                    warnings.warn(f"weight rule {entry.name!r} of {entry.value} is ignored: the name is taken", stacklevel=3)
-                else:
-                    self._plugins[entry.name] = entry
-        return self._plugins
+def _adopt(name: str, loaded: Any, where: str) -> WeightRule:
+    if isinstance(loaded, WeightRule):
+        return replace(loaded, name=name)
+    if not callable(loaded):
+        raise TypeError(f"must be a WeightRule or a function, got {loaded!r}")
+    summary = (inspect.getdoc(loaded) or "").partition("\n")[0]
+    rule = WeightRule(name, loaded, formula=summary, source=where)
+    rule.check_function()
+    return rule
 
 
-class UnknownRuleError(KeyError, ValueError):
-    """No weight rule of that name. A KeyError so that mappings behave, a ValueError because it is a bad argument."""
-
-    def __str__(self) -> str:  # KeyError would print the message in quotes
-        return str(self.args[0])
-
-
-WEIGHT_RULES = WeightRules()
+WEIGHT_RULES: Registry[WeightRule] = Registry("weight rule", ENTRY_POINT_GROUP, _adopt)
 
 
 def register(
     name: str,
     *,
+    title: str,
+    family: str,
     formula: str,
     source: str,
-    needs_progress: bool = False,
     batch_dependent: bool = False,
     supervised: RuleFunction | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function as the weight rule `name`."""
 
     def decorate(function: RuleFunction) -> RuleFunction:
-        WEIGHT_RULES.add(WeightRule(name, function, formula, source, needs_progress, batch_dependent, supervised))
+        rule = WeightRule(
+            name,
+            function,
+            formula,
+            source,
+            batch_dependent=batch_dependent,
+            supervised=supervised,
+            title=title,
+            family=family,
+        )
+        WEIGHT_RULES.add(name, rule)
         return function
 
     return decorate
-
-
-def _load(entry: EntryPoint) -> WeightRule:
-    try:
-        loaded = entry.load()
-    except Exception as error:
-        raise ImportError(f"weight rule {entry.name!r} could not be loaded from {entry.value}: {error!r}") from error
-    if isinstance(loaded, WeightRule):
-        return replace(loaded, name=entry.name)
-    if not callable(loaded):
-        raise TypeError(f"weight rule {entry.name!r} ({entry.value}) must be a WeightRule or a function, got {loaded!r}")
-    given = inspect.signature(loaded).parameters
-    needs_progress = "progress" in given
-    for name, parameter in list(given.items())[2:]:
-        if name != "progress" and parameter.default is inspect.Parameter.empty:
-            raise TypeError(f"weight rule {entry.name!r} ({entry.value}): its parameter {name!r} needs a default")
-    summary = (inspect.getdoc(loaded) or "").partition("\n")[0]
-    return WeightRule(entry.name, loaded, formula=summary, source=entry.value, needs_progress=needs_progress)
-
-
-def _hint(name: str, choices: list[str]) -> str:
-    near = difflib.get_close_matches(name, choices, n=1)
-    guess = f"; did you mean {near[0]!r}?" if near else ";"
-    return f"{guess} choices: {', '.join(choices)}"

@@ -1,12 +1,12 @@
-"""Token weights: how much of the update each token gets. One function a rule, registered by name.
+"""Token weights: how much of the update each token gets. One function per rule, registered by name.
 
-Every rule maps a batch's gaps to weights. Its inputs are
+A rule maps the evidence of a batch to weights. It asks for evidence by the names of its parameters (`algo.evidence`):
 
 - `gap` [B, T]: the plain OPD gap `a[t] = lp_T[t] - lp_0[t]` (whatever the advantage is), in float64, 0 off the mask;
 - `mask` [B, T]: boolean, true on valid tokens. A rollout's valid tokens are numbered 1..T in order.
 
-and `token_weights` does the rest: checks, detachment, zeros outside the mask, dtype, normalisation. Weights are
-computed on whole rollouts, before any split into mini- or micro-batches, so no split can change them.
+`rule_weights` does the rest: checks, detachment, zeros outside the mask, dtype, normalisation. Weights are computed on
+whole rollouts, before any split into mini- or micro-batches, so no split can change them.
 
 Equation numbers are those of "On the Position Bias of On-Policy Distillation".
 """
@@ -14,43 +14,59 @@ Equation numbers are those of "On the Position Bias of On-Policy Distillation".
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from iwopd.algo._checks import check_batch_mask, check_tokens, keep, wide
+from iwopd.algo.evidence import EVIDENCE, Evidence, prefix_sum, prepare
 from iwopd.algo.registry import WEIGHT_RULES, WeightRule, register
 
-__all__ = ["WEIGHT_RULES", "WeightRule", "supervised_mask", "token_weights"]
+__all__ = ["WEIGHT_RULES", "WeightRule", "rule_weights", "supervised_mask", "token_weights"]
 
 
-@torch.no_grad()
 def token_weights(name: str, gap: Tensor, mask: Tensor, *, progress: float | None = None, **params: object) -> Tensor:
     """Weights [B, T] of the rule `name` for these gaps: detached, in the gap's dtype, 0 outside the mask.
 
     `params` are the rule's own (`WEIGHT_RULES[name].params` lists them with their defaults); every rule also takes
     `normalize="mean-one"`, which divides by the mean over the batch's valid tokens (a control, off by default).
-    `progress` in [0, 1] is the share of training done; only `curriculum` needs it.
+    `progress` in [0, 1] is the share of training done; only `curriculum` needs it. A rule that needs further evidence
+    (`WEIGHT_RULES[name].needs`) takes it among `params`, by name.
     """
     rule = WEIGHT_RULES[name]
-    normalize = params.pop("normalize", None)
+    evidence = {name: params.pop(name) for name in list(params) if name in rule.needs and name in EVIDENCE}
+    needed = {"gap": gap, "mask": mask, "progress": progress, **evidence}
+    if rule.needs_progress and progress is None:
+        raise ValueError(f"weight rule {name!r} needs progress, the share of training done, in [0, 1]")
+    return _weights(rule, {name: needed[name] for name in {"gap", "mask", *rule.needs}}, params, gap.dtype)
+
+
+def rule_weights(rule: WeightRule, evidence: Evidence, params: Mapping[str, object]) -> Tensor:
+    """Weights [B, T] of a rule: detached, in the gap's dtype, 0 outside the mask."""
+    who = f"weight rule {rule.name!r}"
+    return _weights(rule, evidence.select({"mask", *rule.needs}, who), params, evidence.gap.dtype)
+
+
+@torch.no_grad()
+def _weights(rule: WeightRule, needed: Mapping[str, Any], params: Mapping[str, object], dtype: torch.dtype) -> Tensor:
+    own = dict(params)
+    normalize = own.pop("normalize", None)
     if normalize not in (None, "mean-one"):
         raise ValueError(f"normalize must be None or 'mean-one', got {normalize!r}")
-    rule.check_params(params)
-    check_batch_mask(mask)
-    check_tokens("gap", gap, mask)
-    if rule.needs_progress:
-        params["progress"] = _check_progress(name, progress)
-    weights = rule.function(wide(keep(gap.detach(), mask)), mask, **params)
+    rule.check_params(own, "normalize")
+    ready = prepare(needed)
+    weights = rule.function(**{name: ready[name] for name in rule.needs}, **own)
+    mask = ready["mask"]
     if weights.shape != mask.shape:
-        raise ValueError(f"weight rule {name!r} returned shape {list(weights.shape)} for a mask {list(mask.shape)}")
+        raise ValueError(f"weight rule {rule.name!r} returned shape {list(weights.shape)} for a mask {list(mask.shape)}")
     weights = keep(weights.detach(), mask)
     if normalize == "mean-one" and (total := weights.sum()) > 0:
         weights = weights * (mask.sum() / total)
-    weights = weights.to(gap.dtype)
-    check_tokens(f"the weights of rule {name!r}", weights, mask)
+    weights = weights.to(dtype)
+    check_tokens(f"the weights of rule {rule.name!r}", weights, mask)
     return weights
 
 
@@ -60,7 +76,7 @@ def supervised_mask(name: str, mask: Tensor, **params: object) -> Tensor:
     rule = WEIGHT_RULES[name]
     for name_of_other in ("normalize", "progress"):  # `token_weights` takes them; they do not change which tokens count
         params.pop(name_of_other, None)
-    rule.check_params(params)
+    rule.check_params(params, "normalize")
     check_batch_mask(mask)
     return mask.clone() if rule.supervised is None else rule.supervised(mask, **params) & mask
 
@@ -68,14 +84,16 @@ def supervised_mask(name: str, mask: Tensor, **params: object) -> Tensor:
 # --- the rules ------------------------------------------------------------------------------------------------------
 
 
-@register("uniform", formula="1", source="standard OPD, Eq. 5")
-def uniform(gap: Tensor, mask: Tensor) -> Tensor:
+@register("uniform", title="Uniform", family="sums", formula="1", source="standard OPD, Eq. 5")
+def uniform(mask: Tensor) -> Tensor:
     """Every token counts the same."""
-    return torch.ones_like(gap)
+    return wide(torch.ones_like(mask))
 
 
 @register(
     "cumulative-share",
+    title="Cumulative share (IW-OPD)",
+    family="sums",
     formula="1 + gamma * (1 - S[t] / total),  S[t] = sum_{k<t} |a[k]|;  blend=False: 1 - S[t] / total",
     source="IW-OPD: Eq. 17 and Algorithm 1; without blend Eq. 16 (Tab. 4, surrogate weight only)",
 )
@@ -96,6 +114,8 @@ def cumulative_share(
 
 @register(
     "signed",
+    title="Signed sum",
+    family="sums",
     formula="1 + gamma * clip(1 - sum_{k<t} a[k] / total, 0, 1),  total = sum_{k<T} a[k]",
     source="Eq. 14 normalised; Tab. 4 and Fig. 4c, signed sum of A_k; clipped as the released code does",
 )
@@ -107,6 +127,8 @@ def signed(gap: Tensor, mask: Tensor, *, gamma: float = 0.5, total: Literal["pap
 
 @register(
     "ideal",
+    title="Ideal weight",
+    family="ideal",
     formula="r[t]^alpha / Z[t],  log r[t] = sum_{k<t} a[k],  Z[t] = batch mean of r[t]^alpha;  gamma: 1 + gamma * that",
     source="Proposition 2, Eq. 11, in the form of Eq. 46; Fig. 4a-b; Tab. 4, ideal weight with and without OPD blend",
     batch_dependent=True,
@@ -119,7 +141,7 @@ def ideal(gap: Tensor, mask: Tensor, *, alpha: float = 0.01, gamma: float | None
     """
     if not (math.isfinite(alpha) and alpha >= 0):
         raise ValueError(f"alpha must be finite and not negative, got {alpha}")
-    log_ratio = alpha * _before(gap)
+    log_ratio = alpha * prefix_sum(gap)
     ratios = log_ratio[mask]  # [N], the valid tokens of all rollouts in one row
     position = (mask.cumsum(-1) - 1)[mask]  # [N]
     length = mask.shape[-1]
@@ -135,32 +157,40 @@ def ideal(gap: Tensor, mask: Tensor, *, alpha: float = 0.01, gamma: float | None
 
 @register(
     "fixed-prefix",
+    title="Amplify fixed prefix",
+    family="position",
     formula="factor on the first ceil(ratio * T) tokens, else 1",
     source="Tab. 4, amplify fixed prefix",
 )
-def fixed_prefix(gap: Tensor, mask: Tensor, *, ratio: float = 0.3, factor: float = 1.5) -> Tensor:
+def fixed_prefix(mask: Tensor, *, ratio: float = 0.3, factor: float = 1.5) -> Tensor:
     """More weight on a fixed share of the response."""
-    return torch.where(_prefix(mask, ratio), _check_factor(factor), 1.0).to(gap.dtype)
+    return torch.where(_prefix(mask, ratio), _check_factor(factor), wide(torch.ones_like(mask)))
 
 
-@register("linear-decay", formula="1 + gamma * (1 - (t-1) / (T-1));  1 + gamma for T = 1", source="Tab. 4, linear decay")
-def linear_decay(gap: Tensor, mask: Tensor, *, gamma: float = 0.5) -> Tensor:
-    """IW-OPD's shape without its eyes: falls with the position alone."""
+@register(
+    "linear-decay",
+    title="Linear decay",
+    family="position",
+    formula="1 + gamma * (1 - (t-1) / (T-1));  1 + gamma for T = 1",
+    source="Tab. 4, linear decay",
+)
+def linear_decay(mask: Tensor, *, gamma: float = 0.5) -> Tensor:
+    """Falls linearly with the position, whatever the gaps are."""
     _check_gamma(gamma)
-    position = mask.cumsum(-1).to(gap.dtype) - 1.0
-    last = (mask.sum(-1, keepdim=True).to(gap.dtype) - 1.0).clamp(min=1.0)
+    position = wide(mask.cumsum(-1)) - 1.0
+    last = (wide(mask.sum(-1, keepdim=True)) - 1.0).clamp(min=1.0)
     return 1.0 + gamma * (1.0 - position / last)
 
 
 @register(
     "curriculum",
+    title="Manual curriculum",
+    family="position",
     formula="factor on the first ceil(ratio(p) * T) tokens, else 1;  ratio(p) = start + (end-start) * (1-cos(pi p)) / 2,"
     " or linear in p",
     source="Tab. 4, manual curriculum",
-    needs_progress=True,
 )
 def curriculum(
-    gap: Tensor,
     mask: Tensor,
     *,
     progress: float,
@@ -176,7 +206,7 @@ def curriculum(
         raise ValueError(f"schedule must be 'cosine' or 'linear', got {schedule!r}")
     eased = (1.0 - math.cos(math.pi * progress)) / 2.0 if schedule == "cosine" else progress
     ratio = round(start + (end - start) * eased, 12)  # 0.30000000000000004 must not cost a token
-    return fixed_prefix(gap, mask, ratio=ratio, factor=factor)
+    return fixed_prefix(mask, ratio=ratio, factor=factor)
 
 
 def _prefix_region(mask: Tensor, *, ratio: float = 0.3) -> Tensor:
@@ -190,28 +220,34 @@ def _suffix_region(mask: Tensor, *, ratio: float = 0.3) -> Tensor:
 
 @register(
     "prefix-only",
+    title="Prefix only",
+    family="position",
     formula="1 on the first ceil(ratio * T) tokens, else 0 (and out of the denominator)",
     source="Fig. 1a, Prefix-30",
     supervised=_prefix_region,
 )
-def prefix_only(gap: Tensor, mask: Tensor, *, ratio: float = 0.3) -> Tensor:
+def prefix_only(mask: Tensor, *, ratio: float = 0.3) -> Tensor:
     """Train on the beginning of each response only."""
-    return _prefix_region(mask, ratio=ratio).to(gap.dtype)
+    return wide(_prefix_region(mask, ratio=ratio))
 
 
 @register(
     "suffix-only",
+    title="Suffix only",
+    family="position",
     formula="1 on the last ceil(ratio * T) tokens, else 0 (and out of the denominator)",
     source="Fig. 1a, Suffix-30",
     supervised=_suffix_region,
 )
-def suffix_only(gap: Tensor, mask: Tensor, *, ratio: float = 0.3) -> Tensor:
+def suffix_only(mask: Tensor, *, ratio: float = 0.3) -> Tensor:
     """Train on the end of each response only."""
-    return _suffix_region(mask, ratio=ratio).to(gap.dtype)
+    return wide(_suffix_region(mask, ratio=ratio))
 
 
 @register(
     "survival",
+    title="Survival",
+    family="sums",
     formula="floor + (1 - floor) * exp(-D[t] / tau),  D[t] = sum_{k<t} d[k],  d = max(-a, 0);  count='all': d = |a|",
     source="ours: docs/results.md",
 )
@@ -230,21 +266,16 @@ def survival(
         raise ValueError(f"floor must lie in [0, 1], got {floor}")
     if count not in ("negative", "all"):
         raise ValueError(f"count must be 'negative' or 'all', got {count!r}")
-    lost = _before(gap.abs() if count == "all" else (-gap).clamp(min=0.0))
+    lost = prefix_sum(gap.abs() if count == "all" else (-gap).clamp(min=0.0))
     return floor + (1.0 - floor) * (-lost / tau).exp()
 
 
 # --- their parts ----------------------------------------------------------------------------------------------------
 
 
-def _before(values: Tensor) -> Tensor:
-    """Exclusive cumulative sum along the rollout: entry t holds the sum over k < t."""
-    return torch.nn.functional.pad(values.cumsum(-1), (1, 0))[..., :-1]
-
-
 def _share(values: Tensor, mask: Tensor, total: str) -> Tensor:
     """`sum_{k<t} values[k] / total`, 0 where the total is 0. Taken from the same sums, so it is exactly 1 at `t = T`."""
-    before = _before(values)
+    before = prefix_sum(values)
     if total == "paper":  # k < T: what stands before the last valid token
         is_last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
         denominator = torch.where(is_last, before, 0.0).sum(-1, keepdim=True)
@@ -281,11 +312,3 @@ def _check_ratio(ratio: float, name: str = "ratio") -> float:
     if not 0 <= ratio <= 1:
         raise ValueError(f"{name} must lie in [0, 1], got {ratio}")
     return ratio
-
-
-def _check_progress(rule: str, progress: float | None) -> float:
-    if progress is None:
-        raise ValueError(f"weight rule {rule!r} needs progress, the share of training done, in [0, 1]")
-    if not 0 <= progress <= 1:
-        raise ValueError(f"progress must lie in [0, 1], got {progress}")
-    return float(progress)

@@ -41,8 +41,9 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     if not options.static and not failed:
         with pretraining_progress() as progress:
             parts = assemble(config, lambda _: None, progress)
-        for finding in examine_models(config, parts, folder):
-            show(finding)
+        with parts:
+            for finding in examine_models(config, parts, folder):
+                show(finding)
     counts = {level: sum(finding.level == level for finding in findings) for level in ("pass", "warn", "fail")}
     skipped = " (the models were not loaded, because of the failures above)" if failed and not options.static else ""
     print(f"{counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed{skipped}")

@@ -5,10 +5,11 @@ Unknown keys are refused with the nearest right one. The resolved tree is saved 
 
 from iwopd.config.cluster import Cluster
 from iwopd.config.engines import TeacherSource
+from iwopd.config.method import Method
 from iwopd.config.models import Lora
 from iwopd.config.reading import config_toml, differences, flatten, load_config, make_config, parse_value, settings
 from iwopd.config.section import ConfigError, Section
-from iwopd.config.training import Method, Optim
+from iwopd.config.training import Optim
 from iwopd.config.tree import Config
 
 __all__ = [

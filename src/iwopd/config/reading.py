@@ -108,8 +108,9 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
 
 def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
     known = [name for name, _ in settings()]
+    open_tables = tuple(f"{table}." for table in (*OPEN_TABLES, "method"))  # a method's settings are its objective's
     for name, _ in flatten(values):
-        if name not in known and not name.startswith(tuple(f"{table}." for table in OPEN_TABLES)):
+        if name not in known and not name.startswith(open_tables):
             tail = name.rpartition(".")[2]
             siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == name.rpartition(".")[0]}
             near = [siblings[key] for key in difflib.get_close_matches(tail, siblings, n=1, cutoff=0.8)]

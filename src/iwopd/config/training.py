@@ -1,51 +1,12 @@
-"""Settings of the method, the optimizer, and what a run keeps."""
+"""Settings of the optimizer, the evaluation, and what a run keeps."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal
 
-import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from iwopd import algo
 from iwopd.config.section import Beta, Section
-
-
-class Method(Section):
-    advantage: Literal["opd", "exopd"] = Field("opd", description="opd, or exopd with its extrapolated reward")
-    weights: str = Field("uniform", description="weight rule: see `iwopd methods`")
-    params: dict[str, Any] = Field(default_factory=dict, description="parameters of the weight rule, e.g. {gamma = 0.5}")
-    scale: float = Field(1.25, gt=0, description="ExOPD's reward scale lambda")
-    weighting: Literal["reward-scale", "advantage"] = Field("reward-scale", description="where IW-ExOPD applies the weights")
-    clip: float = Field(0.2, gt=0, description="PPO clip, both sides")
-    dual_clip: float = Field(3.0, gt=1, description="cap of the ratio for negative advantages; inf: off")
-    correction_threshold: float = Field(5.0, gt=0, description="truncation of the rollout correction (other engines only)")
-    entropy_coef: float = Field(0.0, ge=0, description="entropy bonus")
-    kl_coef: float = Field(0.0, ge=0, description="auxiliary KL to the reference, low-variance form")
-
-    @model_validator(mode="after")
-    def _rule_exists(self) -> Self:
-        nothing = torch.zeros(1, 2)
-        try:  # on two tokens: wrong names and values are found here, not after the first rollouts
-            algo.token_weights(self.weights, nothing, nothing == 0, progress=0.0, **self.params)
-        except TypeError as error:
-            raise ValueError(f"params {self.params}: {error}") from None
-        return self
-
-    @property
-    def signal(self) -> dict[str, Any]:
-        """The method's arguments of `algo.signal.training_signal`."""
-        return {
-            "advantage": self.advantage,
-            "weights": self.weights,
-            "weight_params": self.params,
-            "scale": self.scale,
-            "weighting": self.weighting,
-        }
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.advantage == "exopd" or self.kl_coef > 0
 
 
 class Optim(Section):
@@ -78,7 +39,9 @@ class CheckpointSettings(Section):
 
 
 class Tracking(Section):
-    console: Literal["auto", "live", "plain", "off"] = Field("auto", description="live: progress display; plain: a line a step")
+    console: Literal["auto", "live", "plain", "off"] = Field(
+        "auto", description="live: progress display; plain: a line per step"
+    )
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
         [], description="further trackers; JSONL is always written"
     )

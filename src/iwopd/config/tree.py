@@ -8,9 +8,10 @@ from pydantic import Field, model_validator
 
 from iwopd.config.cluster import Cluster
 from iwopd.config.engines import RolloutSettings, Teacher, Vllm
+from iwopd.config.method import Method
 from iwopd.config.models import Data, Lora, Models
 from iwopd.config.section import Section
-from iwopd.config.training import CheckpointSettings, Eval, Method, Optim, Tracking
+from iwopd.config.training import CheckpointSettings, Eval, Optim, Tracking
 
 
 class Config(Section):
@@ -23,7 +24,7 @@ class Config(Section):
     models: Models = Field(default_factory=Models.model_construct)
     lora: Lora = Lora()
     data: Data = Data()
-    method: Method = Method()
+    method: Method = Field(default_factory=Method)
     rollout: RolloutSettings = RolloutSettings()
     vllm: Vllm = Vllm()
     optim: Optim = Optim()

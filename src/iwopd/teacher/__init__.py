@@ -3,8 +3,8 @@
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.prompted import PromptedScorer
-from iwopd.teacher.router import RoutedScorer, local_scorers
-from iwopd.teacher.scorer import Scorer
+from iwopd.teacher.router import RoutedScorer
+from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.teacher.server import ServerScorer, ServerSettings
 
 __all__ = [
@@ -12,9 +12,9 @@ __all__ = [
     "PromptedScorer",
     "RoutedScorer",
     "Scorer",
+    "ScoringPath",
     "ServerScorer",
     "ServerSettings",
     "TeacherError",
     "TeacherGoneError",
-    "local_scorers",
 ]

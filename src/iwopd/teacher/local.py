@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from iwopd.lm import ResponseModel, Sequences
+from iwopd.lm import HeadCheck, ResponseModel, Sequences
+from iwopd.modes import eval_mode
+from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.types import Rollout
 
 TOKEN_BUDGET_CPU = 640
@@ -18,13 +20,15 @@ TOKEN_BUDGET_CPU = 640
 TOKEN_BUDGET_GPU = 2**16
 
 
-class LocalScorer:
+class LocalScorer(Scorer):
     """Log-probs of given rollouts under a transformers causal LM.
 
     Micro-batches are made of rollouts of similar length within a token budget; the result does not depend on them beyond
     rounding. Log-probs may hold -inf (an id beyond the model's vocabulary): `algo.floor_logprobs` is the caller's business,
     because the count belongs into its metrics.
     """
+
+    here = True
 
     def __init__(
         self,
@@ -34,28 +38,47 @@ class LocalScorer:
         vocab_size: int | None = None,
         token_budget: int | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        half: bool = False,
     ) -> None:
-        """Score with `model`; `autocast` is the context of its forward pass (that of the update, for the old log-probs)."""
+        """Score with `model`; `autocast` is the context of its forward pass (that of the update, for the old log-probs).
+
+        `half`: that context computes in half precision.
+        """
         self.lm = ResponseModel(model, temperature=temperature, vocab_size=vocab_size)
         default = TOKEN_BUDGET_CPU if self.lm.device.type == "cpu" else TOKEN_BUDGET_GPU
         self.token_budget = default if token_budget is None else token_budget
         self.autocast = autocast
+        weights = {parameter.dtype for parameter in model.parameters()}
+        self.half = half or bool(weights & {torch.float16, torch.bfloat16})
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """Log-probs [T] of each rollout's response tokens, in order."""
         lengths = [len(rollout.prompt.token_ids) + len(rollout) for rollout in rollouts]
         scores: list[Tensor] = [torch.empty(0)] * len(rollouts)
-        was_training = self.lm.model.training
-        self.lm.model.eval()
-        try:
+        with eval_mode(self.lm.model):
             for rows in self.lm.micro_batches(lengths, self.token_budget):
-                chosen = [rollouts[row] for row in rows]
-                sequences = Sequences.from_rollouts(chosen).to(self.lm.device)
+                sequences = Sequences.from_rollouts([rollouts[row] for row in rows]).to(self.lm.device)
                 with self.autocast():
                     values = self.lm.logprobs(sequences).cpu()
-                for row, rollout, logprobs in zip(rows, chosen, values, strict=True):
-                    scores[row] = logprobs[: len(rollout)]
-        finally:
-            self.lm.model.train(was_training)
+                for row, logprobs in zip(rows, sequences.split(values), strict=True):
+                    scores[row] = logprobs
         return scores
+
+    def check_head(self, sequences: Sequences, *, trained: bool = False) -> HeadCheck:
+        """Compare the fused head with the model's own logits; `trained`: also on the path that carries gradients."""
+        with eval_mode(self.lm.model), self.autocast():
+            return self.lm.check_head(sequences, trained=trained)
+
+    def local(self, name: str) -> dict[str, LocalScorer]:
+        """Itself."""
+        return {name: self}
+
+    @property
+    def whole_distribution(self) -> LocalScorer | None:
+        """Itself, if its logits come from the output matrix."""
+        return self if self.lm.fused else None
+
+    def paths(self, name: str) -> Iterator[ScoringPath]:
+        """One."""
+        yield ScoringPath(f"{name} (local)", name, self, self.half)

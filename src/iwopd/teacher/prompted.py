@@ -5,20 +5,22 @@ With the student's first weights as the teacher and the reference answer in its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from iwopd.teacher.scorer import Scorer
+from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.types import Prompt, Rollout
 
 
-class PromptedScorer:
-    """Any scorer, behind other prompts."""
+class PromptedScorer(Scorer):
+    """Any scorer, with other prompts."""
 
     def __init__(self, scorer: Scorer, change: Callable[[Prompt], Prompt]) -> None:
         self.scorer, self.change = scorer, change
+        self.here = scorer.here
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """Log-probs [T] of each rollout's response tokens after the teacher's prompt, in order.
@@ -31,3 +33,15 @@ class PromptedScorer:
             return self.change(prompt) if "messages" in prompt.metadata else prompt
 
         return self.scorer.score([replace(rollout, prompt=seen(rollout.prompt)) for rollout in rollouts])
+
+    def local(self, name: str) -> dict[str, LocalScorer]:
+        """Those of the scorer inside."""
+        return self.scorer.local(name)
+
+    def paths(self, name: str) -> Iterator[ScoringPath]:
+        """Those of the scorer inside: it must be right about any prompt, so also about the student's."""
+        yield from self.scorer.paths(name)
+
+    def try_out(self, prompts: Sequence[Prompt], *, vocab_size: int, max_tokens: int) -> None:
+        """The template must fit every prompt, and the scorer inside takes what it makes of them."""
+        self.scorer.try_out([self.change(prompt) for prompt in prompts], vocab_size=vocab_size, max_tokens=max_tokens)

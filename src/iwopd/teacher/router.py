@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -10,21 +10,16 @@ from torch import Tensor
 from iwopd.background import in_background
 from iwopd.teacher.errors import TeacherError
 from iwopd.teacher.local import LocalScorer
-from iwopd.teacher.prompted import PromptedScorer
-from iwopd.teacher.scorer import Scorer
+from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.types import Prompt, Rollout
 
 
-class RoutedScorer:
+class RoutedScorer(Scorer):
     """Scores by `Prompt.teacher`; None is the teacher of prompts that name none."""
 
     def __init__(self, teachers: Mapping[str | None, Scorer]) -> None:
         self.teachers = dict(teachers)
-
-    def check_routes(self, prompts: Iterable[Prompt]) -> None:
-        """Every prompt's teacher must exist: found out before training, not when its turn comes."""
-        for prompt in prompts:
-            self._find(prompt)
+        self.here = any(scorer.here for scorer in self.teachers.values())
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """Log-probs [T] of each rollout's response tokens, in order. Servers work at the same time, local models in turn."""
@@ -32,7 +27,7 @@ class RoutedScorer:
         for row, rollout in enumerate(rollouts):
             self._find(rollout.prompt)
             rows.setdefault(rollout.prompt.teacher, []).append(row)
-        here = [name for name in rows if any(True for _ in local_scorers(self.teachers[name]))]
+        here = [name for name in rows if self.teachers[name].here]
         scores: list[Tensor | None] = [None] * len(rollouts)
 
         def work(name: str | None) -> list[Tensor]:
@@ -55,13 +50,23 @@ class RoutedScorer:
             )
         return self.teachers[prompt.teacher]
 
+    def local(self, name: str) -> dict[str, LocalScorer]:
+        """Those of all teachers, by name and route."""
+        return {key: one for route, inner in self.teachers.items() for key, one in inner.local(_named(name, route)).items()}
 
-def local_scorers(scorer: Scorer | None, name: str = "teacher") -> Iterator[tuple[str, LocalScorer]]:
-    """The scorers of this process inside a scorer, by name."""
-    if isinstance(scorer, LocalScorer):
-        yield name, scorer
-    elif isinstance(scorer, PromptedScorer):
-        yield from local_scorers(scorer.scorer, name)
-    elif isinstance(scorer, RoutedScorer):
-        for route, inner in scorer.teachers.items():
-            yield from local_scorers(inner, name if route is None else f"{name} {route!r}")
+    def paths(self, name: str) -> Iterator[ScoringPath]:
+        """Those of all teachers."""
+        for route, inner in self.teachers.items():
+            yield from inner.paths(_named(name, route))
+
+    def try_out(self, prompts: Sequence[Prompt], *, vocab_size: int, max_tokens: int) -> None:
+        """Every prompt's teacher must exist, and work on the prompts that name it."""
+        for prompt in prompts:
+            self._find(prompt)
+        for name, scorer in self.teachers.items():
+            mine = [prompt for prompt in prompts if prompt.teacher == name]
+            scorer.try_out(mine, vocab_size=vocab_size, max_tokens=max_tokens)
+
+
+def _named(name: str, route: str | None) -> str:
+    return name if route is None else f"{name} {route!r}"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import httpx
@@ -22,10 +22,13 @@ from iwopd.teacher.dialects import DIALECTS, TokenSequence
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
 from iwopd.teacher.http import UnreachableError, client, exchange
 from iwopd.teacher.replicas import Replica
-from iwopd.types import Rollout
+from iwopd.teacher.scorer import Scorer, ScoringPath
+from iwopd.types import Prompt, Rollout
 
 MOST_GARBLED = 3
 """So often may the answer to one request be something else than JSON."""
+EXAMPLES = 4
+"""Prompts on which a server is tried out."""
 BYTES_PER_TOKEN = 2**10
 BYTES_PER_ANSWER = 2**18
 
@@ -68,7 +71,7 @@ class _Request:
         return BYTES_PER_ANSWER + BYTES_PER_TOKEN * sum(len(sequence.ids) for sequence in self.sequences)
 
 
-class ServerScorer:
+class ServerScorer(Scorer):
     """Log-probs of given rollouts from a server."""
 
     def __init__(self, settings: ServerSettings, *, name: str = "teacher", notify: Notify = lambda _: None) -> None:
@@ -84,6 +87,19 @@ class ServerScorer:
             for rollout in rollouts
         ]
         return [torch.tensor(values, dtype=torch.float32) for values in self.score_ids(sequences)]
+
+    def paths(self, name: str) -> Iterator[ScoringPath]:
+        """One for each replica, whose precision is its own affair."""
+        for url in self.settings.urls:
+            alone = ServerScorer(replace(self.settings, urls=(url,), model=self.model), name=self.name)
+            yield ScoringPath(f"{name} ({url})", name, alone, half=True)
+
+    def try_out(self, prompts: Sequence[Prompt], *, vocab_size: int, max_tokens: int) -> None:
+        """The server must have room for the longest prompt and its answer, and score what it is asked."""
+        from iwopd.teacher.checks import check_server
+
+        longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + max_tokens
+        check_server(self, vocab_size=vocab_size, longest=longest, examples=[p.token_ids for p in prompts[:EXAMPLES]])
 
     def score_ids(self, sequences: Sequence[TokenSequence]) -> list[list[float]]:
         """Log-probs of the ids from `start` on, in order."""

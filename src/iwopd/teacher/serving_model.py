@@ -61,8 +61,7 @@ class ServingModel:
         """Models that do more to their logits than a product (soft caps) are found out before they score."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.vocab_size, (min(32, self.max_length),), generator=generator)
-        lm = self.scorer.lm
-        lm.check_head(Sequences.build([ids[:1]], [ids[1:]]).to(lm.device))
+        self.scorer.check_head(Sequences.build([ids[:1]], [ids[1:]]))
 
     def _work(self) -> None:
         while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch import Tensor
 
 from iwopd import tiny
 from iwopd.adapters import adapter_off
+from iwopd.algo.objectives import Objective
 from iwopd.config import Config, ConfigError
 from iwopd.data.prompts import DataError, MixedOrder, PromptOrder, load_prompts
 from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
-from iwopd.lm import ResponseModel
+from iwopd.lm import HeadCheck, Sequences
 from iwopd.models import ModelSource, load_tokenizer, stop_ids
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
@@ -29,18 +31,22 @@ from iwopd.train.learner import Learner
 from iwopd.train.loading import load_reference, load_student, load_teacher, open_world, reference_source, source_of
 from iwopd.train.ranks import Ranks
 from iwopd.train.teachers import build_teacher
+from iwopd.types import Prompt
 from iwopd.vocabulary import check_same_tokenizer, check_vocabulary
 
 Notify = Callable[[str], None]
+HEAD_TOKENS = 256
+"""On so many tokens heads are compared: [tokens, vocabulary] matrices exist for a moment."""
 
 
 @dataclass
 class Parts:
-    """What the loop works with."""
+    """What the loop works with. A context manager: leaving it closes the engine."""
 
     tokenizer: Any
     student: Any
     order: PromptOrder | MixedOrder
+    objective: Objective
     sampler: Sampler
     eval_samplers: dict[str, Sampler]
     """By task."""
@@ -48,6 +54,8 @@ class Parts:
     teacher_scorer: Scorer
     reference_scorer: Scorer | None
     learner: Learner
+    heads: dict[str, HeadCheck]
+    """Of every model in this process, by name."""
     tasks: list[Task]
     ranks: Ranks
     device: torch.device
@@ -55,6 +63,12 @@ class Parts:
     """Ends the engine that the samplers share."""
     max_response: int
     """Most tokens of a rollout."""
+
+    def __enter__(self) -> Parts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close_engine()
 
 
 def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = None) -> Parts:
@@ -67,23 +81,11 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
     tokenizer, student, teacher = _models(config, world, accelerator.device)
     vocab_size = len(tokenizer)
     order = prompt_order(config, world, tokenizer, notify)
-    stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
     max_tokens = config.rollout.max_tokens or (world.max_response_tokens if world else 0)
     if not max_tokens:
         raise ConfigError("rollout.max_tokens is needed when no embedded world says how long answers are")
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-
     tasks = load_tasks(config, world, tokenizer, max_tokens)
-
     ranks = Ranks()
-    in_tasks = [len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts]
-    context = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
-    make_sampler, close_engine = open_engine(
-        config, student, context=context, pad_id=pad_id, vocab_size=vocab_size, ranks=ranks
-    )
-
-    def sampler(limit: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
-        return make_sampler(SamplingSettings(limit, temperature, top_p, top_k, stops))
 
     def scorer(model: Any, **options: Any) -> LocalScorer:
         return LocalScorer(model, temperature=config.rollout.temperature, vocab_size=vocab_size, **options)
@@ -91,24 +93,63 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
     def local_teacher(source: str | None) -> LocalScorer:
         return scorer(teacher if source is None else _other_teacher(config, source, tokenizer, accelerator.device))
 
-    reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator.device)
-    lm = ResponseModel(student, temperature=config.rollout.temperature, vocab_size=vocab_size)
-    return Parts(
-        tokenizer=tokenizer,
-        student=student,
-        order=order,
-        sampler=sampler(max_tokens, config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
-        eval_samplers={task.name: sampler(task.max_tokens, task.temperature) for task in tasks},
-        student_scorer=scorer(student, autocast=accelerator.autocast),
-        teacher_scorer=build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher),
-        reference_scorer=reference_scorer,
-        learner=Learner(lm, config.optim, config.method, accelerator, ranks),
-        tasks=tasks,
-        ranks=ranks,
-        device=accelerator.device,
-        close_engine=close_engine,
-        max_response=max_tokens,
+    student_scorer = scorer(student, autocast=accelerator.autocast, half=config.precision != "no")
+    scorers: dict[str, Scorer | None] = {
+        "student": student_scorer,
+        "teacher": build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher),
+        "reference": _reference_scorer(config, world, tokenizer, student, scorer, accelerator.device),
+    }
+    heads = check_heads(scorers, order.prompts)
+    objective = config.method.made
+    learner = Learner(student_scorer.lm, config.optim, objective, accelerator, ranks)
+    # Last, because it may start processes: whatever fails before leaves nothing open.
+    in_tasks = [len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts]
+    context = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    make_sampler, close_engine = open_engine(
+        config, student, context=context, pad_id=pad_id, vocab_size=vocab_size, ranks=ranks
     )
+    stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
+
+    def sampler(limit: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
+        return make_sampler(SamplingSettings(limit, temperature, top_p, top_k, stops))
+
+    try:
+        return Parts(
+            tokenizer=tokenizer,
+            student=student,
+            order=order,
+            objective=objective,
+            sampler=sampler(max_tokens, config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
+            eval_samplers={task.name: sampler(task.max_tokens, task.temperature) for task in tasks},
+            student_scorer=student_scorer,
+            teacher_scorer=scorers["teacher"],
+            reference_scorer=scorers["reference"],
+            learner=learner,
+            heads=heads,
+            tasks=tasks,
+            ranks=ranks,
+            device=accelerator.device,
+            close_engine=close_engine,
+            max_response=max_tokens,
+        )
+    except BaseException:
+        close_engine()
+        raise
+
+
+def check_heads(scorers: Mapping[str, Scorer | None], prompts: Sequence[Prompt]) -> dict[str, HeadCheck]:
+    """Compare the fused head of every model here with its own logits, on a few hundred tokens of real prompts."""
+    pieces: list[Tensor] = []
+    for prompt in prompts:
+        room = HEAD_TOKENS - sum(len(piece) for piece in pieces)
+        if room < 2:
+            break
+        ids = prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2
+        pieces.append(torch.tensor(ids[:room]))
+    sequences = Sequences.build([piece[:1] for piece in pieces], [piece[1:] for piece in pieces])
+    local = {name: one for kind, scorer in scorers.items() if scorer for name, one in scorer.local(kind).items()}
+    return {name: one.check_head(sequences, trained=name == "student") for name, one in local.items()}
 
 
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:
@@ -139,7 +180,7 @@ def _other_teacher(config: Config, path: str, tokenizer: Any, device: torch.devi
 
 def _reference_scorer(config: Config, world: tiny.World | None, tokenizer: Any, student: Any, scorer: Any, device: Any) -> Any:
     """Scores under the reference, where the method needs one: a model of its own, or the student without its adapter."""
-    if not config.method.needs_reference:
+    if not config.method.made.needs_reference:
         return None
     source = reference_source(config, world)
     if source is None:

@@ -11,15 +11,24 @@ from iwopd.eval.task import Task
 from iwopd.teacher.errors import TeacherGoneError
 from iwopd.train.assembly import Parts
 from iwopd.train.checkpoint import CheckpointStore
-from iwopd.train.metrics import kept_rollouts
+from iwopd.train.kept import kept_rollouts
 from iwopd.train.rundir import RunDirectory
 from iwopd.train.tracking import Tracker
 from iwopd.types import Rollout
 
 
+def is_due(config: Config, step: int) -> bool:
+    """Whether the model after this step is evaluated: before the first, every so many, after the last."""
+    return step % config.eval.every == 0 or step == config.steps
+
+
 def evaluate_tasks(config: Config, parts: Parts, run: RunDirectory, tracker: Tracker, step: int) -> dict[str, float]:
-    """Evaluate every task and write down what came out; accuracy by task."""
-    return {task.name: _evaluate(task, config, parts, run, tracker, step) for task in parts.tasks}
+    """Evaluate every task that has no result of this step yet, and write down what came out; accuracy by task.
+
+    A server that goes away during an evaluation ends the run after the step was saved: the resumed run makes up for it.
+    """
+    done = set(parts.ranks.gather({record["task"] for record in run.read("evals.jsonl") if record["step"] == step})[0])
+    return {task.name: _evaluate(task, config, parts, run, tracker, step) for task in parts.tasks if task.name not in done}
 
 
 def _evaluate(task: Task, config: Config, parts: Parts, run: RunDirectory, tracker: Tracker, step: int) -> float:

@@ -46,7 +46,7 @@ def source_of(config: Config, name: str, world: tiny.World | None = None) -> Mod
 
 def reference_source(config: Config, world: tiny.World | None = None) -> ModelSource | None:
     """Where the reference comes from; None if it is the student with its adapter switched off, or none is needed."""
-    if not config.method.needs_reference:
+    if not config.method.made.needs_reference:
         return None
     named, student = source_of(config, "reference", world), source_of(config, "student", world)
     if config.lora.rank and named in (None, student):

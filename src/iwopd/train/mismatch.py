@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from iwopd import algo
+from iwopd.algo.correction import CORRECTION_THRESHOLD
 from iwopd.config import Config
 from iwopd.errors import UserError
 from iwopd.train.assembly import Parts
@@ -34,8 +35,9 @@ def mismatch_metrics(config: Config, batch: TokenBatch, step: int) -> dict[str, 
     """Statistics of the rollout correction of a step; none if the trainer itself wrote. Too large a mismatch ends the run."""
     if batch.rollout_logprobs is None:
         return {}
-    threshold = config.method.correction_threshold
-    mismatch = algo.rollout_mismatch(batch.old_logprobs, batch.rollout_logprobs, batch.mask, threshold)
+    threshold = config.method.model_dump().get("correction_threshold", CORRECTION_THRESHOLD)
+    everywhere = torch.ones_like(batch.old_logprobs, dtype=torch.bool)
+    mismatch = algo.rollout_mismatch(batch.old_logprobs, batch.rollout_logprobs, everywhere, threshold)
     _judge(config, mismatch, step)
     return {
         "correction/ratio_mean": mismatch.mean_ratio,

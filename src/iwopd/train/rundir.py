@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import iwopd
-from iwopd import algo
 from iwopd.config import Config, config_toml, differences, load_config
 from iwopd.errors import UserError
 from iwopd.filesystem import write_atomic
@@ -98,7 +97,7 @@ class RunDirectory:
         """Refuse to continue with other settings or other data, naming what differs."""
         about = self.about()
         old = self.config()
-        scheduled = algo.WEIGHT_RULES[old.method.weights].needs_progress  # its weights depend on how long the run is
+        scheduled = "progress" in old.method.made.needs  # its weights depend on how long the run is
         free = [name for name in FREE_TO_CHANGE if name != "steps" or not scheduled]
         changes = differences(old, config, ignore=free)
         if about.get("data") != data:

@@ -8,15 +8,11 @@ from typing import Any
 
 from iwopd.config import Config, TeacherSource
 from iwopd.data.teacher_view import PromptTemplate, teacher_prompt
-from iwopd.teacher.checks import check_server
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.teacher.server import ServerScorer, ServerSettings
 from iwopd.types import Prompt
-
-EXAMPLES = 4
-"""Prompts on which a server is tried out."""
 
 LocalTeacher = Callable[[str | None], Scorer]
 """Loads the model of a local teacher; None is the default one."""
@@ -28,13 +24,11 @@ def build_teacher(config: Config, tokenizer: Any, prompts: Sequence[Prompt], max
     sources: dict[str | None, TeacherSource] = {None: settings}
     sources.update(settings.others)
     router = RoutedScorer({name: _scorer(config, name, source, tokenizer, local) for name, source in sources.items()})
-    router.check_routes(prompts)
-    for name, scorer in router.teachers.items():
-        _try_out(scorer, [prompt for prompt in prompts if prompt.teacher == name], len(tokenizer), max_tokens)
+    router.try_out(prompts, vocab_size=len(tokenizer), max_tokens=max_tokens)
     return router if settings.others else router.teachers[None]
 
 
-def overlap(config: Config) -> bool:
+def scores_while_writing(config: Config) -> bool:
     """Whether the teacher scores finished answers while others are being written."""
     return config.teacher.has_servers if config.rollout.overlap is None else config.rollout.overlap
 
@@ -60,16 +54,6 @@ def _scorer(config: Config, name: str | None, source: TeacherSource, tokenizer: 
     if source.system is None and source.user is None:
         return scorer
     return PromptedScorer(scorer, teacher_prompt(tokenizer, PromptTemplate(source.system, source.user)))
-
-
-def _try_out(scorer: Scorer, prompts: Sequence[Prompt], vocab_size: int, max_tokens: int) -> None:
-    """A server must have room for the longest prompt as the teacher sees it; a template must fit every prompt."""
-    seen = [scorer.change(prompt) for prompt in prompts] if isinstance(scorer, PromptedScorer) else prompts
-    server = scorer.scorer if isinstance(scorer, PromptedScorer) else scorer
-    if isinstance(server, ServerScorer):
-        longest = max((len(prompt.token_ids) for prompt in seen), default=0) + max_tokens
-        examples = [prompt.token_ids for prompt in seen[:EXAMPLES]]
-        check_server(server, vocab_size=vocab_size, longest=longest, examples=examples)
 
 
 def _notify(config: Config) -> Callable[[str], None]:

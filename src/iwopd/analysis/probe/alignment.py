@@ -10,15 +10,15 @@ loop and micro-batches the inner one. If the batch is one micro-batch, its forwa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from iwopd.algo._checks import wide
 from iwopd.algo.drift import drift_regions
+from iwopd.algo.evidence import Evidence
+from iwopd.algo.gradients import cosine
 from iwopd.analysis.probe.intervals import over_batches
 from iwopd.analysis.probe.result import Aligned, Alignment, Drift
 from iwopd.analysis.probe.rules import Rule
@@ -27,13 +27,11 @@ from iwopd.types import Rollout
 
 TOKEN_BUDGET = 4096
 """Tokens of one micro-batch."""
-DOT_ELEMENTS = 2**22
-"""Elements of a dot product that are widened to float64 at a time."""
 REGIONS = {
     "before": "OPD before the first drift",
     "at": "OPD on the first drift",
     "until": "OPD up to and with the first drift",
-    "after": "OPD behind the first drift",
+    "after": "OPD after the first drift",
 }
 
 
@@ -42,11 +40,8 @@ class AlignmentBatch:
     """Rollouts with their scores, and one correct solution for each of their prompts."""
 
     rollouts: list[Rollout]
-    mask: Tensor
+    evidence: Evidence
     """[B, T]"""
-    student_logprobs: Tensor
-    teacher_logprobs: Tensor
-    gap: Tensor
     solutions: list[tuple[Tensor, Tensor]]
     """Prompt ids and solution ids, end-of-sequence included."""
 
@@ -71,7 +66,10 @@ class TokenGradients:
         for parameter in self.parameters:
             parameter.grad = None
         for rows, sequences in self.batches:
-            wanted = coefficients[rows, : sequences.mask.shape[1]].to(self.lm.device)
+            wanted = torch.cat(
+                [coefficients[row, :length] for row, length in zip(rows, sequences.answers.tolist(), strict=True)]
+            )
+            wanted = wanted.to(self.lm.device)
             if bool((wanted != 0).any()):
                 logprobs = self._logprobs(sequences)
                 (logprobs * wanted.to(logprobs.dtype)).sum().backward(retain_graph=self._kept is not None)
@@ -87,12 +85,6 @@ class TokenGradients:
         if len(self.batches) == 1 and self.lm.fused:
             self._kept = logprobs
         return logprobs
-
-
-def cosine(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    """Cosine of two gradients; NaN if one of them is zero."""
-    size = math.sqrt(_dot(first, first)) * math.sqrt(_dot(second, second))
-    return _dot(first, second) / size if size > 0 else math.nan
 
 
 def batch_cosines(
@@ -157,17 +149,9 @@ def directions_of(rules: Sequence[Rule]) -> int:
 
 def _directions(batch: AlignmentBatch, rules: Sequence[Rule], threshold: float) -> dict[str, Tensor]:
     """Coefficients [B, T] of each update."""
-    found = {rule.key: rule.signal(batch.teacher_logprobs, batch.student_logprobs, batch.mask).advantages for rule in rules}
-    before, at, after = drift_regions(batch.gap, batch.mask, threshold)
+    found = {rule.key: rule.signal(batch.evidence).advantages for rule in rules}
+    gap = batch.evidence.gap
+    before, at, after = drift_regions(gap, batch.evidence.mask, threshold)
     for key, region in (("before", before), ("at", at), ("until", before | at), ("after", after)):
-        found[key] = torch.where(region, batch.gap, 0.0)
+        found[key] = torch.where(region, gap, 0.0)
     return found
-
-
-def _dot(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    """In float64, a piece at a time: a sum of a billion float32 products would lose its last digits."""
-    total = 0.0
-    for ours, theirs in zip(first, second, strict=True):
-        pieces = zip(ours.flatten().split(DOT_ELEMENTS), theirs.flatten().split(DOT_ELEMENTS), strict=True)
-        total += sum(float(torch.dot(wide(a), wide(b))) for a, b in pieces)
-    return total

@@ -10,60 +10,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iwopd.algo import WEIGHT_RULES, token_weights
 from iwopd.algo.budget import effective_share, region_share
 from iwopd.algo.drift import prefix_sums, rebound
+from iwopd.algo.evidence import Evidence
+from iwopd.algo.objectives import PolicyGradient, TrainingSignal
 from iwopd.algo.position import bin_values, fraction_bins
-from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import beginning
 from iwopd.analysis.probe.result import Cumulative, Curve, ProbeError, RuleEffect, Rules
 from iwopd.analysis.probe.scoring import Tokens
 from iwopd.config import parse_value
-
-GAMMAS = (0.5, 1.0, 2.0, 4.0)
-ALPHAS = (1.0, 0.1, 0.01, 0.001)
-"""Of Fig. 4a-b."""
+from iwopd.methods import probed_methods
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A weight rule with parameters."""
+    """A weight rule with parameters, under plain OPD."""
 
     key: str
     title: str
     weights: str
     params: dict[str, Any] = field(default_factory=dict)
 
-    def signal(self, teacher_logprobs: Tensor, student_logprobs: Tensor, mask: Tensor) -> TrainingSignal:
+    def signal(self, evidence: Evidence) -> TrainingSignal:
         """What training with this rule would start from (a curriculum stands at its beginning)."""
-        return training_signal(
-            teacher_logprobs, student_logprobs, mask, weights=self.weights, weight_params=self.params, progress=0.0
-        )
+        return PolicyGradient(weights=self.weights, params=self.params).signal(evidence)
 
 
 def probe_rules(gamma: float = 0.5, more: Sequence[str] = ()) -> list[Rule]:
-    """Plain OPD first, then IW-OPD at several gammas (the asked one among them), all others, plug-ins at their defaults, and
-    those that were asked for.
-    """
-    gammas = sorted({*GAMMAS, gamma} - {0.0})
+    """Those of the catalogue, then those that were asked for."""
     rules = [
-        Rule("opd", "OPD", "uniform"),
-        *(Rule(iw_key(g), f"IW-OPD, gamma {g:g}", "cumulative-share", {"gamma": g}) for g in gammas),
-        Rule("surrogate-only", "Surrogate weight only", "cumulative-share", {"blend": False}),
-        Rule("signed", "Signed sum", "signed"),
-        *(Rule(f"ideal-{alpha:g}", f"Ideal weight, alpha {alpha:g}", "ideal", {"alpha": alpha}) for alpha in ALPHAS),
-        Rule("ideal-blend", "Ideal weight, OPD blend", "ideal", {"gamma": 0.5}),
-        Rule("fixed-prefix", "Amplify fixed prefix", "fixed-prefix"),
-        Rule("linear-decay", "Linear decay", "linear-decay"),
-        Rule("linear-decay-4", "Linear decay, gamma 4", "linear-decay", {"gamma": 4.0}),
-        Rule("curriculum", "Manual curriculum, first step", "curriculum"),
-        Rule("prefix-30", "Prefix-30", "prefix-only"),
-        Rule("suffix-30", "Suffix-30", "suffix-only"),
-        Rule("survival", "Survival (ours)", "survival"),
+        Rule(key, title, section.get("weights", "uniform"), section.get("params", {}))
+        for key, (title, section) in probed_methods(gamma).items()
     ]
-    known = {rule.weights for rule in rules}
-    rules += [Rule(name, name, name) for name in WEIGHT_RULES if name not in known]
     return rules + [named_rule(text) for text in dict.fromkeys(more) if text not in {rule.key for rule in rules}]
 
 
@@ -76,9 +55,8 @@ def named_rule(text: str) -> Rule:
         if not equals:
             raise ProbeError(f"--rule {text!r}: write parameters as name=value, separated by commas")
         params[key.strip()] = parse_value(value.strip())
-    nothing = torch.zeros(1, 2)
     try:
-        token_weights(name, nothing, nothing == 0, progress=0.0, **params)
+        PolicyGradient(weights=name, params=params).check()
     except (TypeError, ValueError, LookupError) as error:
         raise ProbeError(f"--rule {text!r}: {error}") from None
     return Rule(text, text, name, params)
@@ -98,7 +76,7 @@ def measure_rules(tokens: Tokens, bootstrap: Bootstrap, bins: int, rules: Sequen
 
 
 def _effect(rule: Rule, tokens: Tokens, bootstrap: Bootstrap, bins: int) -> RuleEffect:
-    signal = rule.signal(tokens.teacher_logprobs, tokens.student_logprobs, tokens.mask)
+    signal = rule.signal(tokens.evidence)
     weights, update = signal.weights.double(), signal.advantages.double().abs()
     first = torch.where(beginning(tokens.mask), update, 0.0)
     index = fraction_bins(tokens.mask, bins)

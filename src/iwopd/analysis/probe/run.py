@@ -12,6 +12,7 @@ from torch import Tensor
 
 import iwopd
 from iwopd import algo
+from iwopd.algo.evidence import Evidence
 from iwopd.analysis.handoff import handoff_scores
 from iwopd.analysis.probe.alignment import AlignmentBatch, directions_of, measure_alignment
 from iwopd.analysis.probe.inputs import Material, Pair
@@ -240,10 +241,12 @@ class _Run:
         prompts = {rollout.prompt.id: torch.tensor(rollout.prompt.token_ids) for rollout in rollouts}
         return AlignmentBatch(
             rollouts,
-            tokens.mask[rows, :width],
-            tokens.student_logprobs[rows, :width],
-            tokens.teacher_logprobs[rows, :width],
-            tokens.gap[rows, :width],
+            Evidence(
+                tokens.teacher_logprobs[rows, :width],
+                tokens.student_logprobs[rows, :width],
+                tokens.mask[rows, :width],
+                progress=0.0,
+            ),
             [(ids, torch.tensor(self.material.solutions[id_])) for id_, ids in prompts.items()],
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn.functional import kl_div
 from torch.nn.utils.rnn import pad_sequence
 
 from iwopd import algo
-from iwopd.algo.overlap import Overlap, overlap, token_overlap
+from iwopd.algo.evidence import Evidence
+from iwopd.algo.top_k import TopKOverlap, token_top_k_overlap, top_k_overlap
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.types import Rollout
 
@@ -37,6 +39,11 @@ class Tokens:
     """Top-k overlap."""
     same_first: Tensor
 
+    @cached_property
+    def evidence(self) -> Evidence:
+        """What rules are applied to, at the beginning of training."""
+        return Evidence(self.teacher_logprobs, self.student_logprobs, self.mask, progress=0.0)
+
 
 def score_tokens(
     student: ResponseModel,
@@ -52,7 +59,7 @@ def score_tokens(
     batches = student.micro_batches(lengths, budget)
     trial = Sequences.from_rollouts([rollouts[batches[-1][-1]]])  # the shortest
     for lm in (student, teacher):
-        lm.check_head(trial.to(lm.device))
+        lm.check_head(trial, trained=lm is student)
     found: list[list[Tensor]] = [[] for _ in rollouts]
     for rows in batches:
         chosen = [rollouts[row] for row in rows]
@@ -87,17 +94,17 @@ def _score(student: ResponseModel, teacher: ResponseModel, sequences: Sequences,
     """[N] of the response tokens, row after row: student's and teacher's log-probs, KL, overlap, same first."""
     ours, theirs = sequences.to(student.device), sequences.to(teacher.device)
     if not (student.fused and teacher.fused):
-        rows = [_own_row(student, teacher, ours, theirs, row, top_k) for row in range(len(ours.mask))]
+        rows = [_own_row(student, teacher, ours, theirs, row, top_k) for row in range(len(ours.lengths))]
         return [torch.cat(column) for column in zip(*rows, strict=True)]
     hidden, teacher_hidden = student.token_hidden(ours), teacher.token_hidden(theirs).to(student.device)
     (weight, bias), (teacher_weight, teacher_bias) = student.head, teacher.head
-    ids = ours.response_ids[ours.mask]
+    ids = ours.response_ids
     options: dict[str, Any] = {"bias": bias, "teacher_bias": teacher_bias, "vocab_size": student.vocab_size}
     return [
         student.head_logprobs(hidden, ids),
         teacher.head_logprobs(teacher_hidden, ids),
         algo.token_kl(hidden, weight, teacher_hidden, teacher_weight, temperature=student.temperature, **options),
-        *token_overlap(hidden, weight, teacher_hidden, teacher_weight, top_k, **options),
+        *token_top_k_overlap(hidden, weight, teacher_hidden, teacher_weight, top_k, **options),
     ]
 
 
@@ -107,14 +114,14 @@ def _own_row(
     """The same for one sequence from the models' own logits [T, V]: for models whose head is more than a matrix."""
 
     def logits(lm: ResponseModel, sequences: Sequences) -> Tensor:
-        length, source = int(sequences.lengths[row]), sequences.source[row][sequences.mask[row]]
-        output = lm.model(input_ids=sequences.input_ids[row, None, :length], use_cache=False)
-        values: Tensor = output.logits[0, source, : lm.vocab_size]
+        read = sequences.input_ids.split(sequences.lengths.tolist())[row]
+        answer = int(sequences.answers[row])
+        values: Tensor = lm.model(input_ids=read[None], use_cache=False).logits[0, len(read) - answer :, : lm.vocab_size]
         return values.to(torch.promote_types(values.dtype, torch.float32)).to(student.device) / lm.temperature
 
     student_logits, teacher_logits = logits(student, ours), logits(teacher, theirs)
-    found: Overlap = overlap(student_logits, teacher_logits, top_k)
-    ids = ours.response_ids[row][ours.mask[row]][:, None]
+    found: TopKOverlap = top_k_overlap(student_logits, teacher_logits, top_k)
+    ids = ours.split(ours.response_ids)[row][:, None]
     student_logprobs, teacher_logprobs = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
     kl = kl_div(teacher_logprobs, student_logprobs, reduction="none", log_target=True).sum(-1)
     return [student_logprobs.gather(1, ids).squeeze(1), teacher_logprobs.gather(1, ids).squeeze(1), kl, *found]

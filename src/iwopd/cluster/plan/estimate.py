@@ -163,7 +163,7 @@ def step_time(job: Job, layout: Layout, rates: Rates) -> StepTime:
     update_limit: Limit = "network" if sending > computing else "compute"
     sync = student.count.total * job.engine_bytes / rates.sync if _has_engine(job, layout) else 0.0
     other = rates.step_seconds if layout.engine == "verl" else 0.0
-    reference = forward if job.config.method.needs_reference else 0.0
+    reference = forward if job.config.method.made.needs_reference else 0.0
     return StepTime(rollout, teacher, waited, forward, reference, update, sync, other, rows, limit, update_limit)
 
 

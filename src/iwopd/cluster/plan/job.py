@@ -77,7 +77,7 @@ class Job:
     def reference_bytes(self) -> int:
         """Of a parameter of the reference, where it is a model of its own."""
         if self.config.models.world is not None:
-            return self.weight_bytes if self.config.method.needs_reference and not self.config.lora.rank else 0
+            return self.weight_bytes if self.config.method.made.needs_reference and not self.config.lora.rank else 0
         return self.weight_bytes if reference_source(self.config) is not None else 0
 
     @cached_property

@@ -44,7 +44,7 @@ def check_settings(config: Config) -> None:
         faults.append(str(error))
     if not faults:
         try:
-            params.check_method(config.method)
+            params.carried(config.method)
             faults += _own_overrides(config)
         except VerlError as error:
             faults.append(str(error))

@@ -17,7 +17,7 @@ def check_driver(config: DictConfig) -> Settings:
     if not config.distillation.enabled:
         raise VerlError("distillation.enabled is false: without a teacher there is nothing to distill; set it to true")
     settings = settings_of(loss_config(config))
-    method = settings.method
+    objective = settings.objective
     correction = "algorithm.rollout_correction"
     wanted: dict[str, tuple[Any, str]] = {
         "trainer.use_v1": (True, "the older trainer knows no hook before the split"),
@@ -28,12 +28,12 @@ def check_driver(config: DictConfig) -> Settings:
         "algorithm.use_kl_in_reward": (False, "the teacher is the only reward"),
         f"{correction}.bypass_mode": (False, "it takes the engine's log-probs for the trainer's own, which make the gap"),
         f"{correction}.rollout_is": ("token", "the rollout correction is per token"),
-        f"{correction}.rollout_is_threshold": (method.correction_threshold, "it is method.correction_threshold"),
+        f"{correction}.rollout_is_threshold": (objective.correction_threshold, "it is method.correction_threshold"),
         f"{correction}.rollout_is_batch_normalize": (False, "the factors are used as they are"),
         f"{correction}.rollout_rs": (None, "rejected tokens would stay in the loss's denominator"),
         "actor_rollout_ref.actor.use_kl_loss": (
-            method.advantage == "exopd",
-            "with it verl scores the reference, which ExOPD needs and nothing else does",
+            objective.needs_reference,
+            "with it verl scores the reference, which is there for the methods that need it and nothing else",
         ),
     }
     for name, (value, why) in wanted.items():

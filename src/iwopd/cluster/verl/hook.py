@@ -8,44 +8,39 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
+from iwopd.algo.evidence import Evidence
 from iwopd.algo.logprobs import floor_logprobs
-from iwopd.algo.registry import WEIGHT_RULES
-from iwopd.algo.signal import TrainingSignal
-from iwopd.cluster.verl.losses import ADVANTAGES, Scores, batch_scores
+from iwopd.algo.objectives import TrainingSignal
+from iwopd.cluster.verl.losses import ADVANTAGES, batch_evidence
 from iwopd.cluster.verl.params import Settings
-from iwopd.train.metrics import signal_metrics
+from iwopd.train.metrics import mean, signal_metrics
 
 
 def before_the_split(data: Any, settings: Settings, progress: float) -> tuple[dict[str, Any], dict[str, float]]:
     """New columns of a whole batch, ragged like its `response_mask`, and metrics by name."""
     from verl.workers.utils.padding import response_to_nested
 
-    scores = batch_scores(data, settings.method)
-    signal = scores.signal(settings.method, progress)
+    objective = settings.objective
+    evidence = batch_evidence(data, objective, progress)
+    signal = objective.signal(evidence)
     columns = {}
-    if settings.whole_batch:
+    if objective.needs_whole_batch:
         mask = data["response_mask"]
         columns[ADVANTAGES] = response_to_nested(signal.advantages, mask)
-        if WEIGHT_RULES[settings.method.weights].supervised is not None:
+        if objective.rule.supervised is not None:
             columns["loss_mask"] = response_to_nested(signal.supervised.to(mask.dtype), mask)
-    return columns, _metrics(scores, signal, progress)
+    return columns, _metrics(evidence, signal, progress)
 
 
-def _metrics(scores: Scores, signal: TrainingSignal, progress: float) -> dict[str, float]:
-    """The local engine's numbers about scores and signal; lists become one entry a bin, because verl logs numbers only."""
+def _metrics(evidence: Evidence, signal: TrainingSignal, progress: float) -> dict[str, float]:
+    """The local engine's numbers about scores and signal; lists become one entry per bin, because verl logs numbers only."""
     numbers: dict[str, float] = {
         "progress": progress,
         "tokens": float(signal.supervised.sum()),
-        "advantages/mean": _mean(signal.advantages[signal.supervised]),
-        "teacher/floored": float(floor_logprobs(scores.teacher, scores.mask).floored),
-        "rollout/entropy_sampled": -_mean(scores.old[scores.mask]),
+        "advantages/mean": mean(signal.advantages[signal.supervised]),
+        "teacher/floored": float(floor_logprobs(evidence.teacher_logprobs, evidence.mask).floored),
+        "rollout/entropy_sampled": -mean(evidence.old_logprobs[evidence.mask]),
     }
     for name, value in signal_metrics(signal).items():
         numbers |= {f"{name}/{place}": item for place, item in enumerate(value)} if isinstance(value, list) else {name: value}
     return {f"iwopd/{name}": value for name, value in numbers.items()}
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.double().mean()) if values.numel() else 0.0

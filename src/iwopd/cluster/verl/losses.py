@@ -1,6 +1,6 @@
-"""verl's tensors to `algo.signal` and back: the whole of the method as verl's distillation loss.
+"""verl's tensors to evidence and back: the objective as verl's distillation loss.
 
-verl calls the loss once a micro-batch, which holds whole rollouts (rows are dealt out, never cut; sequence-parallel ranks
+verl calls the loss once per micro-batch, which holds whole rollouts (rows are dealt out, never cut; sequence-parallel ranks
 gather their log-probs first), and takes what it returns as `-advantages` of its clipped policy loss. Two of its tensors matter:
 `teacher_logprobs`, prompt and response in one row with entry t about token t + 1, and `old_log_probs`, the response's
 log-probs under the policy at the start of the step, scored by the trainer. Those of the policy that is being updated
@@ -10,16 +10,15 @@ log-probs under the policy at the start of the step, scored by the trainer. Thos
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
-from iwopd.algo.signal import TrainingSignal, training_signal
+from iwopd.algo.evidence import Evidence
+from iwopd.algo.objectives import Objective, TrainingSignal
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.params import LOSS, Settings, dual_clip, read_settings
-from iwopd.config import Method
 
 ADVANTAGES = "iwopd_advantages"
 """Column of the batch in which the hook leaves the advantages that must be computed before the split."""
@@ -43,48 +42,33 @@ def make_loss(name: str) -> Loss:
         pad_rollout_weights(data)
         if ADVANTAGES in data:
             return -padded(data[ADVANTAGES]), {}
-        if reason := settings.whole_batch:
+        objective = settings.objective
+        if reason := objective.needs_whole_batch:
             raise VerlError(
-                f"the weight rule {settings.method.weights!r} cannot be computed in verl's loss, which sees one micro-batch: "
+                f"the weight rule {objective.weights!r} cannot be computed in verl's loss, which sees one micro-batch: "
                 f"{reason}. Start the job with `iwopd train --engine verl` or `python -m iwopd.cluster.verl.main`, whose "
                 "trainer computes it before the split"
             )
-        signal = batch_scores(data, settings.method).signal(settings.method)
+        signal = objective.signal(batch_evidence(data, objective))
         return -signal.advantages, _metrics(signal)
 
     loss.__name__ = loss.__qualname__ = name
     return loss
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Log-probs [B, T] of a batch of verl's, right-padded, in float32."""
-
-    teacher: Tensor
-    old: Tensor
-    mask: Tensor
-    """Boolean."""
-    reference: Tensor | None
-
-    def signal(self, method: Method, progress: float | None = None) -> TrainingSignal:
-        return training_signal(
-            self.teacher, self.old, self.mask, progress=progress, reference_logprobs=self.reference, **method.signal
-        )
-
-
-def batch_scores(data: Any, method: Method) -> Scores:
-    """The log-probs that the method needs, of a batch that is ragged or padded, whole or a part of it."""
+def batch_evidence(data: Any, objective: Objective, progress: float | None = None) -> Evidence:
+    """The evidence that the objective asks for, of a batch that is ragged or padded, whole or a part of it; in float32."""
     from verl.workers.utils.padding import no_padding_2_padding
 
-    needed = _NEEDED | (_NEEDED_BY_EXOPD if method.advantage == "exopd" else {})
-    for name, remedy in needed.items():
+    for name, remedy in (_NEEDED | (_REFERENCE if objective.needs_reference else {})).items():
         if name not in data:
             raise VerlError(f"the batch has no {name!r}, and the method is made from it: {remedy}")
-    return Scores(
-        teacher=no_padding_2_padding(data["teacher_logprobs"], data).squeeze(-1).float(),
-        old=padded(data["old_log_probs"]).float(),
+    return Evidence(
+        teacher_logprobs=no_padding_2_padding(data["teacher_logprobs"], data).squeeze(-1).float(),
+        old_logprobs=padded(data["old_log_probs"]).float(),
         mask=padded(data["response_mask"]).bool(),
-        reference=padded(data["ref_log_prob"]).float() if method.advantage == "exopd" else None,
+        reference_logprobs=padded(data["ref_log_prob"]).float() if objective.needs_reference else None,
+        progress=progress,
     )
 
 
@@ -93,7 +77,7 @@ _NEEDED = {
     "old_log_probs": "they are scored by the trainer before the update; use verl's synchronous trainer (trainer.use_v1=true)",
     "response_mask": "verl's agent loop writes it",
 }
-_NEEDED_BY_EXOPD = {
+_REFERENCE = {
     "ref_log_prob": "verl scores the reference (the student's first weights) only with "
     "actor_rollout_ref.actor.use_kl_loss=true (and kl_loss_coef=0)",
 }
@@ -128,7 +112,7 @@ def _preset(name: str) -> Settings:
 
 def check_loss_config(loss_config: Any, settings: Settings) -> None:
     """Refuse settings beside the loss's name under which verl would compute something else."""
-    method = settings.method
+    method = settings.objective
     wanted: dict[str, tuple[Any, str]] = {
         "use_policy_gradient": (True, "the advantages go through the clipped policy loss"),
         "use_task_rewards": (False, "the teacher is the only reward"),

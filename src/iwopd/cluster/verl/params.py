@@ -17,6 +17,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from iwopd.algo.advantages import ADVANTAGES
+from iwopd.algo.objectives import PolicyGradient
 from iwopd.algo.registry import WEIGHT_RULES
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.config import Method
@@ -41,37 +43,47 @@ class Settings:
     """Steps of the whole run; None: as verl counts them."""
 
     @property
-    def whole_batch(self) -> str | None:
-        """Why the signal must be computed before a batch is split; None if each rollout's own tensors are enough."""
-        rule = WEIGHT_RULES[self.method.weights]
-        if rule.batch_dependent:
-            return "its weights depend on the other rollouts of the batch"
-        if self.method.params.get("normalize") is not None:
-            return f"normalize = {self.method.params['normalize']!r} needs the mean over the batch"
-        if rule.needs_progress:
-            return "it follows the training progress"
-        if rule.supervised is not None:
-            return "tokens outside its region leave the loss's denominator"
-        return None
+    def objective(self) -> PolicyGradient:
+        return carried(self.method)
+
+
+def carried(method: Method) -> PolicyGradient:
+    """The objective, if verl's distillation loss can carry it: advantages of the sampled token, nothing beside them."""
+    objective = method.made
+    if not isinstance(objective, PolicyGradient):
+        raise VerlError(
+            f"method.objective is {objective.name!r}, and verl carries only {PolicyGradient.name!r}: choose that, or train "
+            "with the local engine"
+        )
+    for name in ("kl_coef", "entropy_coef"):
+        if value := getattr(objective, name):
+            raise VerlError(
+                f"method.{name} is {value}, but verl drops KL and entropy terms when it trains on the teacher alone "
+                "(use_task_rewards=false): set it to 0, or train with the local engine"
+            )
+    return objective
 
 
 def presets() -> dict[str, dict[str, Any]]:
     """The registered losses and the `[method]` section that each stands for if there is no table `iwopd`."""
     rules = {f"iwopd_{rule.replace('-', '_')}": {"weights": rule} for rule in WEIGHT_RULES}
-    reward = {"iwopd_exopd": METHODS["exopd"], "iwopd_iw_exopd": METHODS["iw-exopd"]}
-    return {"iw_opd": METHODS["iw-opd"], **rules, **reward}
+    others = [name for name in ADVANTAGES if name != "opd"]
+    plain = {f"iwopd_{name}": {"advantage": name} for name in others}
+    weighted = {f"iwopd_iw_{name}": {"advantage": name, **METHODS["iw-opd"]} for name in others}
+    return {"iw_opd": METHODS["iw-opd"], **rules, **plain, **weighted}
 
 
 def loss_mode(method: Method) -> str:
     """The name under which the method is registered, for `distillation.distillation_loss.loss_mode`."""
-    if method.advantage == "exopd":
-        return "iwopd_exopd" if method.weights == "uniform" else "iwopd_iw_exopd"
+    advantage = method.made.advantage if isinstance(method.made, PolicyGradient) else "opd"
+    if advantage != "opd":
+        return f"iwopd_{advantage}" if method.weights == "uniform" else f"iwopd_iw_{advantage}"
     return "iw_opd" if method.weights == "cumulative-share" else f"iwopd_{method.weights.replace('-', '_')}"
 
 
 def overrides(method: Method, steps: int) -> list[str]:
     """All of verl's settings that the method decides, as Hydra overrides."""
-    check_method(method)
+    objective = carried(method)
     settings: dict[str, Any] = {
         f"{LOSS}._target_": LOSS_CONFIG,
         f"{LOSS}.loss_mode": loss_mode(method),
@@ -79,17 +91,17 @@ def overrides(method: Method, steps: int) -> list[str]:
         f"{LOSS}.use_task_rewards": False,
         f"{LOSS}.policy_loss_mode": "vanilla",
         f"{LOSS}.loss_max_clamp": None,
-        f"{LOSS}.clip_ratio": method.clip,
-        f"{LOSS}.clip_ratio_low": method.clip,
-        f"{LOSS}.clip_ratio_high": method.clip,
-        f"+{LOSS}.clip_ratio_c": dual_clip(method),
+        f"{LOSS}.clip_ratio": objective.clip,
+        f"{LOSS}.clip_ratio_low": objective.clip,
+        f"{LOSS}.clip_ratio_high": objective.clip,
+        f"+{LOSS}.clip_ratio_c": dual_clip(objective),
         **{f"+{LOSS}.iwopd.{name}": value for name, value in _table(method, steps).items()},
         "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
-        "actor_rollout_ref.actor.use_kl_loss": method.advantage == "exopd",  # only so that verl scores the reference
+        "actor_rollout_ref.actor.use_kl_loss": objective.needs_reference,  # only so that verl scores the reference
         "actor_rollout_ref.actor.kl_loss_coef": 0.0,
         "actor_rollout_ref.rollout.calculate_log_probs": True,
         "algorithm.rollout_correction.rollout_is": "token",
-        "algorithm.rollout_correction.rollout_is_threshold": method.correction_threshold,
+        "algorithm.rollout_correction.rollout_is_threshold": objective.correction_threshold,
         "trainer.v1.trainer_mode": TRAINER,
     }
     return [f"{name}={literal(value)}" for name, value in settings.items()]
@@ -101,9 +113,9 @@ def check_version() -> None:
         raise VerlError(f"verl {found} is installed, but iwopd was tested with {VERL} alone: pip install verl=={VERL}")
 
 
-def dual_clip(method: Method) -> float:
-    """The method's dual clip as verl's `clip_ratio_c`."""
-    return NO_DUAL_CLIP if math.isinf(method.dual_clip) else method.dual_clip
+def dual_clip(objective: PolicyGradient) -> float:
+    """The dual clip as verl's `clip_ratio_c`."""
+    return NO_DUAL_CLIP if math.isinf(objective.dual_clip) else objective.dual_clip
 
 
 def read_settings(name: str, table: Mapping[str, Any] | None) -> Settings:
@@ -122,23 +134,13 @@ def read_settings(name: str, table: Mapping[str, Any] | None) -> Settings:
         raise VerlError(
             f"{LOSS}.iwopd: " + "; ".join(f"{place}: {text}" if place else text for place, text in faults)
         ) from None
-    check_method(method)
+    carried(method)
     if loss_mode(method) != loss_mode(Method.model_validate(known[name])):
         raise VerlError(
-            f"{LOSS}.loss_mode is {name!r}, but the table iwopd beside it describes {loss_mode(method)!r} (advantage "
-            f"{method.advantage!r}, weights {method.weights!r}): make them agree, or leave the table out"
+            f"{LOSS}.loss_mode is {name!r}, but the table iwopd beside it describes {loss_mode(method)!r} (weights "
+            f"{method.weights!r}): make them agree, or leave the table out"
         )
     return Settings(method, steps)
-
-
-def check_method(method: Method) -> None:
-    """Refuse what verl's distillation loss leaves out: it drops all of its policy loss but the clipped surrogate."""
-    for name in ("kl_coef", "entropy_coef"):
-        if value := getattr(method, name):
-            raise VerlError(
-                f"method.{name} is {value}, but verl drops KL and entropy terms when it trains on the teacher alone "
-                f"(use_task_rewards=false): set it to 0, or train with the local engine"
-            )
 
 
 def _table(method: Method, steps: int) -> dict[str, Any]:

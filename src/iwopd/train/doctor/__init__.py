@@ -1,16 +1,17 @@
 """The doctor: looks at a recipe before it trains, and refuses what would fail or learn from the wrong numbers."""
 
-from iwopd.train.doctor.echo import ScoringPath, check_echo, own_logprobs
+from iwopd.train.doctor.echo import check_echo, own_logprobs
 from iwopd.train.doctor.examination import examine_models, examine_recipe
 from iwopd.train.doctor.findings import DoctorError, Finding, refuse
+from iwopd.train.doctor.working import head_findings
 
 __all__ = [
     "DoctorError",
     "Finding",
-    "ScoringPath",
     "check_echo",
     "examine_models",
     "examine_recipe",
+    "head_findings",
     "own_logprobs",
     "refuse",
 ]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from iwopd.teacher.scorer import Scorer
+from iwopd.modes import eval_mode
+from iwopd.teacher.scorer import ScoringPath
 from iwopd.train.doctor.findings import Finding, failure, passed
 from iwopd.types import Rollout
 
@@ -24,35 +25,18 @@ TOLERANCE_HALF = 5e-2
 """Mean difference in half precision, where single tokens differ by more."""
 
 
-@dataclass(frozen=True, eq=False)
-class ScoringPath:
-    """A way to the log-probs of a model. Paths to the same `model_name` must agree."""
-
-    name: str
-    """For the reader, e.g. `teacher (local)` or `teacher (http://gpu1:8000)`."""
-    model_name: str
-    """student, teacher, reference, or the name of one of several teachers."""
-    scorer: Scorer
-    half: bool = False
-    """Whether the model behind it computes in half precision."""
-
-
 @torch.no_grad()
 def own_logprobs(model: Any, rollouts: Sequence[Rollout], temperature: float, vocab_size: int) -> list[Tensor]:
     """Log-probs [T] of each response from the model's plain forward pass: nothing packed, fused or batched."""
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
     results = []
-    try:
+    with eval_mode(model):
         for rollout in rollouts:
             ids = torch.cat([torch.tensor(rollout.prompt.token_ids), rollout.response_ids]).to(device)
             logits = model(input_ids=ids[None], use_cache=False).logits[0].float()[:, :vocab_size] / temperature
             first = len(rollout.prompt.token_ids)
             predicted = logits[first - 1 : len(ids) - 1].log_softmax(-1)
             results.append(predicted.gather(-1, ids[first:, None].to(predicted.device)).squeeze(-1).cpu())
-    finally:
-        model.train(was_training)
     return results
 
 

@@ -16,7 +16,7 @@ from iwopd.train.doctor.identity import check_files, check_rows, check_special_t
 from iwopd.train.doctor.lengths import check_context, check_temperature
 from iwopd.train.doctor.machine import check_packages, check_processor
 from iwopd.train.doctor.resources import check_resources
-from iwopd.train.doctor.working import check_heads, check_masks, check_sampler, check_scorers, known_rollouts, local_models
+from iwopd.train.doctor.working import check_masks, check_sampler, check_scorers, head_findings, known_rollouts, local_models
 
 
 def examine_recipe(config: Config, folder: Path, *, static: bool = False) -> Iterator[Finding]:
@@ -52,7 +52,7 @@ def examine_models(config: Config, parts: Parts, folder: Path, *, step: int = 1)
     yield from check_contamination(parts.order.prompts, {task.name: task.prompts for task in parts.tasks})
     yield from check_masks(parts)
     rollouts = known_rollouts(config, parts, step)
-    yield from check_heads(config, parts, rollouts)
+    yield from head_findings(parts)
     yield from check_sampler(config, parts, rollouts)
     yield from check_scorers(config, parts, rollouts)
 

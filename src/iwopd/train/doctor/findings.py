@@ -46,14 +46,14 @@ def failure(check: str, message: str, way_out: str, details: str = "") -> Findin
     return Finding("fail", check, message, way_out, details)
 
 
-def refuse(findings: Iterable[Finding]) -> None:
-    """Raise if anything failed, with every failure in the message."""
+def refuse(findings: Iterable[Finding], *, optional: bool = True) -> None:
+    """Raise if anything failed, with every failure in the message. `optional`: --no-doctor would leave these checks out."""
     failed = [finding for finding in findings if finding.level == "fail"]
     if failed:
         lines = "\n".join(finding.text() for finding in failed)
         raise DoctorError(
-            f"this recipe is refused before training:\n{lines}\n"
-            "`iwopd doctor RECIPE` shows all checks; --no-doctor trains all the same"
+            f"this recipe is refused before training:\n{lines}\n`iwopd doctor RECIPE` shows all checks"
+            + ("; --no-doctor trains all the same" if optional else "")
         )
 
 

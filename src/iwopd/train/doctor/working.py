@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from iwopd.adapters import adapter_off, has_adapter
 from iwopd.config import Config
-from iwopd.lm import ResponseModel, Sequences
 from iwopd.rollout.local import LocalSampler
-from iwopd.teacher.local import LocalScorer
-from iwopd.teacher.prompted import PromptedScorer
-from iwopd.teacher.router import RoutedScorer, local_scorers
 from iwopd.teacher.scorer import Scorer
-from iwopd.teacher.server import ServerScorer
 from iwopd.train.assembly import Parts
-from iwopd.train.doctor.echo import TOLERANCE, TOLERANCE_HALF, ScoringPath, check_echo, own_logprobs
+from iwopd.train.doctor.echo import TOLERANCE, TOLERANCE_HALF, check_echo, own_logprobs
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
 from iwopd.types import Rollout
 from iwopd.vocabulary import output_rows
@@ -29,11 +23,12 @@ SEQUENCES = 2
 
 def local_models(parts: Parts) -> dict[str, Any]:
     """The models that live in this process, by name."""
-    return {name: scorer.lm.model for kind, scorer in _scorers(parts) for name, scorer in local_scorers(scorer, kind)}
+    return {name: one.lm.model for kind, scorer in _scorers(parts).items() for name, one in scorer.local(kind).items()}
 
 
-def _scorers(parts: Parts) -> list[tuple[str, Scorer | None]]:
-    return [("student", parts.student_scorer), ("teacher", parts.teacher_scorer), ("reference", parts.reference_scorer)]
+def _scorers(parts: Parts) -> dict[str, Scorer]:
+    found: dict[str, Scorer] = {"student": parts.student_scorer, "teacher": parts.teacher_scorer}
+    return found if parts.reference_scorer is None else {**found, "reference": parts.reference_scorer}
 
 
 def known_rollouts(config: Config, parts: Parts, step: int) -> list[Rollout]:
@@ -48,8 +43,8 @@ def check_masks(parts: Parts) -> Iterator[Finding]:
     users: dict[str, int | None] = {"update": parts.learner.lm.vocab_size}
     samplers = {"sampler": parts.sampler, **{f"sampler of {name}": item for name, item in parts.eval_samplers.items()}}
     users |= {name: item.vocab_size for name, item in samplers.items() if isinstance(item, LocalSampler)}
-    local = [pair for kind, scorer in _scorers(parts) for pair in local_scorers(scorer, kind)]
-    users |= {f"scores of the {name}": scorer.lm.vocab_size for name, scorer in local}
+    local = {name: one for kind, scorer in _scorers(parts).items() for name, one in scorer.local(kind).items()}
+    users |= {f"scores of the {name}": one.lm.vocab_size for name, one in local.items()}
     rows = ", ".join(f"{name} {output_rows(model):,}" for name, model in local_models(parts).items())
     if wrong := [name for name, size in users.items() if size != real]:
         yield failure(
@@ -61,33 +56,28 @@ def check_masks(parts: Parts) -> Iterator[Finding]:
         yield passed("masks", f"sampling and all softmaxes run over the {real:,} real ids (output rows: {rows})")
 
 
-def check_heads(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
-    """The fused head against the model's own logits, and whether sequences can be packed."""
-    sequences = Sequences.from_rollouts(rollouts)
-    users: dict[str, list[ResponseModel]] = {"student": [parts.learner.lm, parts.student_scorer.lm]}
-    for kind, scorer in _scorers(parts)[1:]:
-        users |= {name: [local.lm] for name, local in local_scorers(scorer, kind)}
-    for name, lms in users.items():
-        difference = max(lm.check_head(sequences) for lm in lms)
-        lm = lms[0]
-        if not lm.fused:
-            check = failure if config.method.entropy_coef and name == "student" else warning
-            needs = ", which the entropy bonus cannot use" if check is failure else ", which takes more memory"
-            yield check(
-                "fused head",
-                f"the {name}'s own logits differ from its output matrix by {difference:.3g} (a soft cap or a scale): its own "
-                f"logits are used{needs}",
-                "set method.entropy_coef = 0" if check is failure else "nothing to do; another architecture would be faster",
+def head_findings(parts: Parts) -> Iterator[Finding]:
+    """What was found when the models were loaded: the fused head against their own logits, and whether they can be packed."""
+    for name, head in parts.heads.items():
+        if not head.fused:
+            obstacle = parts.objective.needs_output_matrix if name == "student" else None
+            found = (
+                f"the {name}'s own logits differ from its output matrix by {head.difference:.3g} (a soft cap or a scale): its "
+                "own logits are used, which "
             )
-        elif lm.packing_obstacle is not None:
+            if obstacle:
+                yield failure("fused head", f"{found}{obstacle} cannot use", "leave it out, or choose another student")
+            else:
+                yield warning("fused head", f"{found}takes more memory", "nothing to do; another architecture would be faster")
+        elif head.packing_obstacle is not None:
             yield warning(
                 "fused head",
-                f"the {name}'s head agrees with its own logits ({difference:.1g}), but sequences are padded to equal lengths: "
-                f"{lm.packing_obstacle}",
+                f"the {name}'s head agrees with its own logits ({head.difference:.1g}), but sequences are padded to equal "
+                f"lengths: {head.packing_obstacle}",
                 "nothing to do; training takes longer",
             )
         else:
-            yield passed("fused head", f"the {name}'s agrees with its own logits (largest difference {difference:.1g})")
+            yield passed("fused head", f"the {name}'s agrees with its own logits (largest difference {head.difference:.1g})")
 
 
 def check_sampler(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
@@ -96,7 +86,7 @@ def check_sampler(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> 
     written = [rollout.rollout_logprobs for rollout in rollouts]
     differences = (torch.cat(scored).double() - torch.cat(written).double()).abs()
     largest, mean = float(differences.max()), float(differences.mean())
-    half = is_half(parts.student) or config.precision != "no"
+    half = parts.student_scorer.half
     if mean <= TOLERANCE_HALF if half else largest <= TOLERANCE:
         yield passed("sampler", f"its log-probs are the trainer's (largest difference {largest:.1g})")
     else:
@@ -119,26 +109,5 @@ def check_scorers(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> 
                 own[name] = own_logprobs(model, rollouts, temperature, vocab_size)
         else:
             own[name] = own_logprobs(model, rollouts, temperature, vocab_size)
-    paths = [path for kind, scorer in _scorers(parts) for path in scoring_paths(kind, scorer, half=config.precision != "no")]
+    paths = [path for kind, scorer in _scorers(parts).items() for path in scorer.paths(kind)]
     yield from check_echo(paths, own, rollouts)
-
-
-def scoring_paths(name: str, scorer: Scorer | None, *, half: bool = False) -> Iterator[ScoringPath]:
-    """Every way to a model's log-probs: each of several teachers, each replica of a server. `half`: the student's autocast."""
-    if isinstance(scorer, PromptedScorer):  # it must be right about any prompt, so also about the student's
-        yield from scoring_paths(name, scorer.scorer)
-    elif isinstance(scorer, RoutedScorer):
-        for route, inner in scorer.teachers.items():
-            yield from scoring_paths(name if route is None else f"{name} {route!r}", inner)
-    elif isinstance(scorer, ServerScorer):
-        for url in scorer.settings.urls:
-            alone = ServerScorer(replace(scorer.settings, urls=(url,), model=scorer.model), name=scorer.name)
-            yield ScoringPath(f"{name} ({url})", name, alone, half=True)  # its precision is its own affair
-    elif isinstance(scorer, LocalScorer):
-        yield ScoringPath(f"{name} (local)", name, scorer, (half and name == "student") or is_half(scorer.lm.model))
-    elif scorer is not None:
-        yield ScoringPath(f"{name} ({type(scorer).__name__})", name, scorer, half=True)
-
-
-def is_half(model: Any) -> bool:
-    return any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())

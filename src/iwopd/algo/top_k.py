@@ -11,7 +11,7 @@ from torch import Tensor
 from iwopd.algo.head import OutputHead, row_chunks
 
 
-class Overlap(NamedTuple):
+class TopKOverlap(NamedTuple):
     """Of each token, in [0, 1]."""
 
     shared: Tensor
@@ -21,7 +21,7 @@ class Overlap(NamedTuple):
 
 
 @torch.no_grad()
-def overlap(logits: Tensor, teacher_logits: Tensor, k: int) -> Overlap:
+def top_k_overlap(logits: Tensor, teacher_logits: Tensor, k: int) -> TopKOverlap:
     """Top-k overlap [...] of logits [..., V]. Ties at the border are broken as `torch.topk` does."""
     if logits.shape != teacher_logits.shape:
         raise ValueError(f"student logits have shape {list(logits.shape)}, the teacher's {list(teacher_logits.shape)}")
@@ -30,11 +30,11 @@ def overlap(logits: Tensor, teacher_logits: Tensor, k: int) -> Overlap:
     ours, theirs = logits.topk(k, -1).indices, teacher_logits.topk(k, -1).indices  # [..., k], likeliest first
     dtype = torch.promote_types(logits.dtype, torch.float32)
     both = (ours[..., :, None] == theirs[..., None, :]).any(-1)
-    return Overlap(both.to(dtype).mean(-1), (ours[..., 0] == theirs[..., 0]).to(dtype))
+    return TopKOverlap(both.to(dtype).mean(-1), (ours[..., 0] == theirs[..., 0]).to(dtype))
 
 
 @torch.no_grad()
-def token_overlap(
+def token_top_k_overlap(
     hidden: Tensor,
     weight: Tensor,
     teacher_hidden: Tensor,
@@ -44,13 +44,13 @@ def token_overlap(
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     vocab_size: int | None = None,
-) -> Overlap:
+) -> TopKOverlap:
     """The same from hidden states [N, H] and output matrices, in chunks of rows: a [N, V] tensor never exists."""
     head = OutputHead.build(hidden, weight, bias, 1.0, vocab_size)  # the order of logits is the same at any temperature
     teacher = replace(OutputHead.build(teacher_hidden, teacher_weight, teacher_bias, 1.0, vocab_size), dtype=head.dtype)
     shared = torch.empty(len(hidden), dtype=head.dtype, device=hidden.device)
     same_first = torch.empty_like(shared)
     for chunk in row_chunks(head, hidden, spare=1):
-        found = overlap(chunk.logits, teacher.logits(teacher_hidden[chunk.source], chunk.spare[0]), k)
+        found = top_k_overlap(chunk.logits, teacher.logits(teacher_hidden[chunk.source], chunk.spare[0]), k)
         shared[chunk.rows], same_first[chunk.rows] = found
-    return Overlap(shared, same_first)
+    return TopKOverlap(shared, same_first)

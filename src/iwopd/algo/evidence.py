@@ -1,0 +1,144 @@
+"""Evidence: what is known of a batch of rollouts before its update, and how formulas ask for it.
+
+A weight rule, an advantage or an objective is a function. It asks for evidence by the names of its parameters: one called
+`gap` receives the gaps, one called `progress` the share of training done. Parameters with other names are the formula's own
+settings and have defaults. What no formula asks for is never computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from iwopd.algo._checks import check_batch_mask, check_mask, check_tokens, keep, wide
+from iwopd.algo.logprobs import floor_logprobs
+from iwopd.registry import suggestion
+
+EVIDENCE = {
+    "mask": "[B, T] valid tokens",
+    "gap": "[B, T] a = lp_T - lp_0",
+    "old_logprobs": "[B, T] lp_0, of the policy that wrote the rollouts",
+    "teacher_logprobs": "[B, T] lp_T, of the teacher",
+    "reference_logprobs": "[B, T] lp_R, of the reference model",
+    "progress": "share of training done, in [0, 1]",
+}
+"""Everything that a formula can ask for."""
+WEIGHTS = "weights"
+"""An advantage can also ask for the token weights: it then applies them itself."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Log-probs [B, T] of the tokens of whole rollouts, right-padded, and where training stands. Nothing carries a gradient."""
+
+    teacher_logprobs: Tensor
+    old_logprobs: Tensor
+    mask: Tensor
+    """Boolean."""
+    reference_logprobs: Tensor | None = None
+    progress: float | None = None
+    rollout_logprobs: Tensor | None = None
+    """The generating engine's own, where they are not the trainer's: for the rollout correction only."""
+
+    @cached_property
+    def gap(self) -> Tensor:
+        """`a[t] = lp_T[t] - lp_0[t]`, 0 outside the mask."""
+        return gap(self.teacher_logprobs, self.old_logprobs, self.mask)
+
+    def select(self, names: Collection[str], who: str) -> dict[str, Any]:
+        """The evidence of these names; refuses what is missing in the name of `who` asks for it."""
+        found = {name: getattr(self, name) for name in names if name != WEIGHTS}
+        for name, value in found.items():
+            if value is None:
+                raise ValueError(f"{who} needs {name}: {EVIDENCE[name]}")
+        return found
+
+
+@torch.no_grad()
+def gap(teacher_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """`a[t] = lp_T[t] - lp_0[t]` with a teacher's -inf floored, 0 outside the mask (Eq. 6)."""
+    check_mask(mask)
+    check_tokens("old_logprobs", old_logprobs, mask)
+    return keep(floor_logprobs(teacher_logprobs, mask).logprobs - old_logprobs, mask)
+
+
+def prefix_sum(values: Tensor) -> Tensor:
+    """Exclusive cumulative sum along the rollout: entry t holds the sum over k < t."""
+    return torch.nn.functional.pad(values.cumsum(-1), (1, 0))[..., :-1]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A function of evidence, with what a reader and a caller must know about it."""
+
+    name: str
+    function: Callable[..., Tensor]
+    formula: str = ""
+    source: str = ""
+    """Where it comes from: equation, table or figure."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The evidence it asks for, by the names of its parameters."""
+        return tuple(name for name in inspect.signature(self.function).parameters if name in (*EVIDENCE, WEIGHTS))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Its own parameters and their defaults."""
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        given = inspect.signature(self.function).parameters.items()
+        return {name: one.default for name, one in given if one.kind in named and name not in (*EVIDENCE, WEIGHTS)}
+
+    def check_function(self) -> None:
+        """Refuse a function whose parameters are neither evidence nor settings with a default."""
+        if not callable(self.function):
+            raise TypeError(f"it must be a function, got {self.function!r}")
+        for name, default in self.params.items():
+            if default is inspect.Parameter.empty:
+                raise TypeError(f"its parameter {name!r} is no evidence ({', '.join(EVIDENCE)}) and needs a default")
+
+    def check_params(self, params: Mapping[str, object], *more: str) -> None:
+        """Refuse parameters that it does not have, and name those that it has."""
+        known = [*self.params, *more]
+        for name in params:
+            if name not in known:
+                raise ValueError(f"{self.kind} {self.name!r} has no parameter {name!r}{suggestion(name, known)}")
+
+    @property
+    def kind(self) -> str:
+        """What messages call it."""
+        return "formula"
+
+    def describe(self) -> dict[str, Any]:
+        """What `iwopd methods --json` prints of it."""
+        needs = [name for name in self.needs if name not in ("mask", WEIGHTS)]
+        return {
+            "name": self.name,
+            "title": getattr(self, "title", "") or self.name,
+            "formula": self.formula,
+            "source": self.source,
+            "params": self.params,
+            "needs": needs,
+        }
+
+
+def prepare(needed: Mapping[str, Any]) -> dict[str, Any]:
+    """Evidence as rules get it: checked, detached, in float64, 0 outside the mask; `progress` checked."""
+    mask = needed["mask"]
+    check_batch_mask(mask)
+    ready: dict[str, Any] = {"mask": mask}
+    for name, values in needed.items():
+        if name == "progress":
+            if not 0 <= values <= 1:
+                raise ValueError(f"progress must lie in [0, 1], got {values}")
+            ready[name] = float(values)
+        elif name != "mask":
+            check_tokens(name, values, mask)
+            ready[name] = wide(keep(values.detach(), mask))
+    return ready

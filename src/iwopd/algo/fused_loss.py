@@ -1,0 +1,178 @@
+"""The clipped policy loss straight from hidden states: the [N, V] logits never exist, and none is computed twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from iwopd.algo._checks import NonFiniteError, check_mask, check_tokens
+from iwopd.algo.head import HeadGradients, OutputHead, row_chunks
+from iwopd.algo.loss import CLIP, DUAL_CLIP, PolicyLoss, check_loss_arguments, policy_loss
+
+
+def fused_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    denominator: float | Tensor,
+    clip: float = CLIP,
+    dual_clip: float | None = DUAL_CLIP,
+    correction: Tensor | None = None,
+    kl_coef: float = 0.0,
+    reference_logprobs: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+) -> PolicyLoss:
+    """`policy_loss` of `token_logprobs`, without the [T, V] logits and without computing them twice.
+
+    `hidden` [..., H], `weight` [V, H], the rest [...]. Old log-probs, advantages and mask are known beforehand, so the
+    derivative of the loss by a token's log-prob needs that token alone: each chunk of rows makes its logits, its
+    log-probs, that derivative (by autograd through `policy_loss` itself) and its gradients before the next chunk
+    starts. Three matrix products, none repeated, and one chunk of logits in memory. Padding takes no part.
+
+    The gradients are kept until `backward`, which hands them on; a second backward through a retained graph computes them
+    again.
+    """
+    check_mask(mask)
+    check_loss_arguments(denominator, clip, dual_clip)
+    head = OutputHead.build(hidden, weight, bias, temperature, vocab_size)
+    if hidden.shape[:-1] != mask.shape or targets.shape != mask.shape:
+        raise ValueError(
+            f"hidden {list(hidden.shape)} must be the mask's shape {list(mask.shape)} plus [H], and targets "
+            f"{list(targets.shape)} must equal it"
+        )
+    per_token = {"old_logprobs": old_logprobs, "advantages": advantages, "correction": correction}
+    per_token["reference_logprobs"] = reference_logprobs if kl_coef else None
+    scalars = {"denominator": denominator, "clip": clip, "dual_clip": dual_clip}
+    terms = _Terms.build(per_token, mask, head.dtype, {**scalars, "kl_coef": kl_coef, "entropy_coef": entropy_coef})
+    ids = head.check_targets(targets[mask], inside=True)
+    flat, valid_rows = hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1).nonzero().squeeze(1)
+    grad = torch.is_grad_enabled()
+    try:
+        loss, logprobs, entropy = _FusedPolicyLoss.apply(flat, weight, bias, head, valid_rows, ids, terms, grad)  # type: ignore[no-untyped-call]
+    except NonFiniteError:
+        _refuse_hidden(hidden, mask)
+        raise
+    with torch.no_grad():
+        stats = terms(logprobs, slice(None), entropy).stats
+    return PolicyLoss(loss, stats)
+
+
+def _refuse_hidden(hidden: Tensor, mask: Tensor) -> None:
+    """Name the token whose hidden state is not finite, in the caller's coordinates (chunks have their own)."""
+    worst = hidden.detach().to(torch.float32).abs().amax(-1) if hidden.shape[-1] else torch.zeros(mask.shape)
+    check_tokens("the hidden state", worst, mask)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """The arguments of `policy_loss` that are known before the log-probs are."""
+
+    tensors: dict[str, Tensor]
+    scalars: dict[str, Any]
+
+    @classmethod
+    def build(cls, per_token: dict[str, Tensor | None], mask: Tensor, dtype: torch.dtype, scalars: dict[str, Any]) -> _Terms:
+        given = {name: values for name, values in per_token.items() if values is not None}
+        for name, values in given.items():
+            check_tokens(name, values, mask)
+        return cls({name: values[mask].detach().to(dtype) for name, values in given.items()}, scalars)
+
+    def __call__(self, logprobs: Tensor, rows: slice, entropy: Tensor | None) -> PolicyLoss:
+        chunk: dict[str, Any] = {name: values[rows] for name, values in self.tensors.items()}
+        mask = torch.ones_like(logprobs, dtype=torch.bool)
+        return policy_loss(logprobs, mask=mask, entropy=entropy, **chunk, **self.scalars)
+
+
+class _FusedPolicyLoss(torch.autograd.Function):
+    """Loss and gradients in one pass over chunks of rows: see `fused_policy_loss`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: OutputHead,
+        index: Tensor,
+        targets: Tensor,
+        terms: _Terms,
+        grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.work = (head, index, targets, terms)
+        needs = [grad and need for need in ctx.needs_input_grad[:3]]
+        logprobs, entropy, ctx.gradients = _one_pass(hidden, weight, bias, needs, *ctx.work)
+        ctx.mark_non_differentiable(logprobs)
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
+        return terms(logprobs, slice(None), entropy).loss, logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        # Let go of the buffers, so that the engine takes them over instead of copying them. A second backward through
+        # a retained graph has to work them out again.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            gradients = _one_pass(hidden, weight, bias, list(ctx.needs_input_grad[:3]), *ctx.work)[2]
+        return (*gradients.scaled(grad_loss), None, None, None, None, None)
+
+
+def _one_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: list[bool],
+    head: OutputHead,
+    index: Tensor,
+    targets: Tensor,
+    terms: _Terms,
+) -> tuple[Tensor, Tensor | None, HeadGradients]:
+    """Log-probs and (if it is asked for) entropies of the rows `index`, and the gradients of the loss."""
+    gradients = HeadGradients.allocate(hidden, weight, bias, needs)
+    logprobs = torch.empty(len(index), dtype=head.dtype, device=hidden.device)
+    entropy = torch.empty_like(logprobs) if terms.scalars["entropy_coef"] else None
+    for chunk in row_chunks(head, hidden, index, spare=0 if entropy is None else 1):
+        rows, logits = chunk.rows, chunk.logits
+        picked = logits.gather(1, targets[rows, None]).squeeze(1)
+        largest = logits.amax(1)
+        scaled = logits.sub_(largest[:, None]).exp_()
+        total = scaled.sum(1)
+        logprobs[rows] = picked - largest - total.log()
+        if entropy is not None:
+            scaled.div_(total[:, None])
+            total.fill_(1.0)
+            entropy[rows] = torch.special.entr(scaled, out=chunk.spare[0]).sum(1)
+        if not gradients.any:
+            continue
+        by_logprob, by_entropy = _derivatives(terms, logprobs[rows], rows, None if entropy is None else entropy[rows])
+        # By the logits: the log-prob gives onehot - p, the entropy -p * (log p + entropy). Here p = scaled / total.
+        if entropy is None or by_entropy is None:
+            dlogits = scaled.mul_((-by_logprob / total)[:, None])
+        else:
+            bonus = chunk.spare[0].mul_(by_entropy[:, None])
+            dlogits = scaled.mul_((-by_logprob - by_entropy * entropy[rows])[:, None]).add_(bonus)
+        dlogits.scatter_add_(1, targets[rows, None], by_logprob[:, None])
+        gradients.add(head, chunk, dlogits)
+    return logprobs, entropy, gradients
+
+
+def _derivatives(terms: _Terms, logprobs: Tensor, rows: slice, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Derivatives of the loss by log-prob and entropy for a chunk of rows, through the one formula of `policy_loss`."""
+    with torch.enable_grad():
+        leaves = [values.detach().requires_grad_() for values in (logprobs, entropy) if values is not None]
+        loss = terms(leaves[0], rows, leaves[1] if len(leaves) > 1 else None).loss
+        derivatives = torch.autograd.grad(loss, leaves)
+    return derivatives[0], derivatives[1] if len(leaves) > 1 else None

@@ -1,0 +1,66 @@
+"""Objectives: from evidence to the loss. `base` says what one is; each has a module of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from iwopd.algo.advantages import ADVANTAGES
+from iwopd.algo.objectives.base import LossStats, Objective, ObjectiveLoss, Setting, StudentTokens, TrainingSignal, setting
+from iwopd.algo.objectives.policy_gradient import PolicyGradient
+from iwopd.registry import Registry, suggestion
+
+__all__ = [
+    "OBJECTIVES",
+    "LossStats",
+    "Objective",
+    "ObjectiveLoss",
+    "PolicyGradient",
+    "Setting",
+    "StudentTokens",
+    "TrainingSignal",
+    "make_objective",
+    "objective_class",
+    "setting",
+]
+
+DEFAULT = PolicyGradient.name
+
+
+def _adopt(name: str, loaded: Any, where: str) -> type[Objective]:
+    if not (isinstance(loaded, type) and issubclass(loaded, Objective)):
+        raise TypeError(f"must be a subclass of iwopd.algo.objectives.Objective, got {loaded!r}")
+    return loaded
+
+
+OBJECTIVES: Registry[type[Objective]] = Registry("objective", "iwopd.objectives", _adopt)
+for _one in (PolicyGradient,):
+    OBJECTIVES.add(_one.name, _one)
+
+
+def objective_class(values: Mapping[str, Any]) -> type[Objective]:
+    """The class that a `[method]` section names."""
+    return OBJECTIVES[values.get("objective", DEFAULT)]
+
+
+def make_objective(values: Mapping[str, Any]) -> Objective:
+    """The objective that a `[method]` section describes; a setting that it does not use is refused."""
+    chosen = objective_class(values)
+    given = {name: value for name, value in values.items() if name != "objective"}
+    known = chosen.settings(given)
+    for name in given:
+        if name not in known:
+            raise ValueError(_unused(name, chosen, given, list(known)))
+    made = chosen.build(given)
+    made.check()
+    return made
+
+
+def _unused(name: str, chosen: type[Objective], given: Mapping[str, Any], known: list[str]) -> str:
+    """Says whose setting it is, if it is anybody's."""
+    owners = [f"objective {one!r}" for one in OBJECTIVES if one != chosen.name and name in OBJECTIVES[one].settings({})]
+    owners += [f"advantage {one!r}" for one in ADVANTAGES if name in ADVANTAGES[one].params]
+    if not owners:
+        return f"there is no setting {name!r}{suggestion(name, ['objective', *known])}"
+    used = f"objective {chosen.name!r}" + (f" with advantage {given.get('advantage', 'opd')!r}" if "advantage" in known else "")
+    return f"{name} is not used by {used}: it belongs to {' and '.join(owners)}. Leave it out, or choose that"

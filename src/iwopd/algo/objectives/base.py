@@ -1,0 +1,189 @@
+"""What an objective is: a named object that says which evidence it needs and turns it into a loss.
+
+The trainer executes three calls and knows nothing else of the method:
+
+    signal = objective.signal(evidence)                 # once per step, on whole rollouts [B, T]
+    columns = objective.columns(evidence, signal)       # what the loss needs of each token
+    out = objective.loss(student, columns, denominator)  # once per micro-batch, on N tokens
+
+An objective is a frozen dataclass; its fields are the settings of the recipe's `[method]` section. To add one, write a module
+that registers a subclass (or name it in an entry point of the group `iwopd.objectives`), and its test.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, get_type_hints
+
+import torch
+from torch import Tensor
+
+from iwopd.algo.evidence import Evidence
+from iwopd.algo.weights import WEIGHT_RULES, WeightRule, rule_weights, supervised_mask
+
+
+@dataclass(frozen=True)
+class TrainingSignal:
+    """Per-token tensors [B, T] of a batch of whole rollouts, all detached, 0 (or false) outside the mask."""
+
+    mask: Tensor
+    """Boolean: the valid tokens it was made from."""
+    gap: Tensor
+    """`a[t] = lp_T[t] - lp_0[t]`."""
+    weights: Tensor
+    """`w[t]` of the weight rule."""
+    advantages: Tensor
+    """The direction of the update at ratio 1: the derivative of the objective by each log-prob, up to the denominator."""
+    supervised: Tensor
+    """Boolean: the tokens that the loss sums over and its denominator counts."""
+
+
+@dataclass(frozen=True)
+class StudentTokens:
+    """The student's side of N tokens: the hidden states that predict them, and the output matrix."""
+
+    hidden: Tensor
+    """[N, H], with their graph."""
+    targets: Tensor
+    """[N] the tokens that were written."""
+    weight: Tensor
+    """[V, H]."""
+    bias: Tensor | None = None
+    temperature: float = 1.0
+    vocab_size: int | None = None
+
+
+class LossStats(Protocol):
+    """Statistics of a loss over some tokens, which can be added up over micro-batches and ranks."""
+
+    @classmethod
+    def merge(cls, parts: list[Any]) -> Self: ...
+    def cpu(self) -> Self: ...
+    def as_dict(self) -> dict[str, float]: ...
+
+
+class ObjectiveLoss(Protocol):
+    """What an objective returns for a micro-batch."""
+
+    @property
+    def loss(self) -> Tensor:
+        """Sum over supervised tokens divided by the denominator, []; carries the gradient."""
+
+    @property
+    def stats(self) -> LossStats: ...
+
+
+class Setting(NamedTuple):
+    """One setting of the `[method]` section."""
+
+    default: Any
+    type: Any
+    description: str
+
+
+def setting(default: Any, description: str) -> Any:
+    """A field of an objective that the recipe can set."""
+    return field(default=default, metadata={"description": description})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(ABC):
+    """The base of all objectives: every one takes token weights from a rule."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    formula: ClassVar[str]
+    source: ClassVar[str]
+
+    weights: str = setting("uniform", "weight rule: see `iwopd methods`")
+    params: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"description": "parameters of the weight rule, e.g. {gamma = 0.5}"}
+    )
+
+    # --- evidence ---
+
+    @property
+    def rule(self) -> WeightRule:
+        return WEIGHT_RULES[self.weights]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The evidence that it asks for, its weight rule's included."""
+        return frozenset(self.rule.needs) | {"mask", "gap", "old_logprobs", "teacher_logprobs"}
+
+    @property
+    def needs_reference(self) -> bool:
+        return "reference_logprobs" in self.needs
+
+    @property
+    def needs_output_matrix(self) -> str | None:
+        """Why log-probs of the written tokens are not enough for the loss; None if they are."""
+        return None
+
+    @property
+    def needs_whole_batch(self) -> str | None:
+        """Why the signal must be computed before a batch is split; None if each rollout's own tensors are enough."""
+        if self.rule.batch_dependent:
+            return "its weights depend on the other rollouts of the batch"
+        if self.params.get("normalize") is not None:
+            return f"normalize = {self.params['normalize']!r} needs the mean over the batch"
+        if "progress" in self.needs:
+            return "it follows the training progress"
+        if self.rule.supervised is not None:
+            return "tokens outside its region leave the loss's denominator"
+        return None
+
+    # --- from evidence to the loss ---
+
+    @torch.no_grad()
+    def signal(self, evidence: Evidence) -> TrainingSignal:
+        """Weights and update direction of whole rollouts, before any split into micro-batches."""
+        weights = rule_weights(self.rule, evidence, self.params)
+        supervised = supervised_mask(self.weights, evidence.mask, **self.params)
+        direction = torch.where(supervised, self.direction(evidence, weights), 0.0)
+        return TrainingSignal(evidence.mask, evidence.gap, weights, direction, supervised)
+
+    @abstractmethod
+    def direction(self, evidence: Evidence, weights: Tensor) -> Tensor:
+        """[B, T] how much the update raises each written token's log-prob, weights applied."""
+
+    @abstractmethod
+    def columns(self, evidence: Evidence, signal: TrainingSignal) -> dict[str, Tensor]:
+        """What the loss needs of each token, by name: detached tensors [B, T]. The trainer hands them over as [N]."""
+
+    @abstractmethod
+    def loss(self, student: StudentTokens, columns: Mapping[str, Tensor], denominator: float) -> ObjectiveLoss:
+        """The loss of N tokens: a sum over the supervised ones divided by `denominator`, that of the whole step."""
+
+    def logprobs_loss(self, logprobs: Tensor, columns: Mapping[str, Tensor], denominator: float) -> ObjectiveLoss:
+        """The same from log-probs [N], for models whose head is more than a matrix."""
+        raise TypeError(f"objective {self.name!r} needs the output matrix, not log-probs alone: {self.needs_output_matrix}")
+
+    @abstractmethod
+    def no_stats(self) -> LossStats:
+        """The statistics of a step without a supervised token."""
+
+    # --- settings ---
+
+    @classmethod
+    def settings(cls, values: Mapping[str, Any]) -> dict[str, Setting]:
+        """All settings by name. `values` are those given: one may bring others (an advantage has its own)."""
+        types = get_type_hints(cls)
+        found = {}
+        for one in fields(cls):
+            default = one.default_factory() if one.default_factory is not MISSING else one.default
+            found[one.name] = Setting(default, types[one.name], one.metadata.get("description", ""))
+        return found
+
+    @classmethod
+    def build(cls, values: Mapping[str, Any]) -> Self:
+        """The objective with these settings."""
+        return cls(**values)
+
+    def check(self) -> None:
+        """Refuse wrong values now, on two tokens, and not after the first rollouts."""
+        nothing = torch.zeros(1, 2)
+        evidence = Evidence(nothing, nothing, nothing == 0, nothing, 0.0)
+        self.columns(evidence, self.signal(evidence))

@@ -1,0 +1,31 @@
+"""Signals that ask a run to stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """The signals received: the first asks for a stop after the step, a second Ctrl-C a second later stops at once."""
+    received: list[int] = []
+    first = [0.0]
+
+    def note(number: int, frame: FrameType | None) -> None:
+        # Launchers may pass one Ctrl-C on twice, so a second one counts only after a moment.
+        if received and number == signal.SIGINT and time.monotonic() - first[0] > 1.0:
+            raise KeyboardInterrupt
+        if not received:
+            first[0] = time.monotonic()
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
