@@ -83,7 +83,8 @@ class Bench:
         import torch
         from accelerate import Accelerator
 
-        from iwopd.config import Method, Optim
+        from iwopd.algo.objectives import make_objective
+        from iwopd.config import Optim
         from iwopd.lm import ResponseModel
         from iwopd.rollout.local import LocalSampler
         from iwopd.rollout.sampling import SamplingSettings
@@ -98,8 +99,8 @@ class Bench:
         self.ranks = Ranks()
         self.sampler = LocalSampler(student, SamplingSettings(length, stop_ids=STOPS))
         self.old_scorer = LocalScorer(student)
-        method = Method(weights="cumulative-share")
-        self.learner = Learner(ResponseModel(student), Optim(lr=1e-6), method, Accelerator(cpu=True), self.ranks)
+        objective = make_objective({"weights": "cumulative-share"})
+        self.learner = Learner(ResponseModel(student), Optim(lr=1e-6), objective, Accelerator(cpu=True), self.ranks)
         self.number = 0
 
     def batch(self) -> list[Any]:
@@ -128,19 +129,20 @@ class Bench:
         from iwopd.train.pipeline import write_step
 
         start = time.perf_counter()
-        written = write_step(prompts, self.sampler, scorer, self.ranks, seed=0, step=self.number, overlap=overlap)
+        written = write_step(prompts, self.sampler, scorer, self.ranks, seed=0, step=self.number, score_early=overlap)
         rollouts = written.rollouts
-        old = self.learner.old_logprobs(rollouts) or self.old_scorer.score(rollouts)
-        self.update(rollouts, old, written.teacher_logprobs(rollouts))
+        forward = self.learner.forward(rollouts)
+        old = self.old_scorer.score(rollouts) if forward is None else forward.logprobs
+        self.update(rollouts, old, forward, written.teacher_logprobs(rollouts))
         return time.perf_counter() - start
 
-    def update(self, rollouts: list[Any], old: list[Any], scores: list[Any]) -> None:
-        from iwopd.algo.signal import training_signal
+    def update(self, rollouts: list[Any], old: list[Any], forward: Any, scores: list[Any]) -> None:
+        from iwopd.train.scoring import evidence_of, loss_columns
         from iwopd.types import ScoredRollout, TokenBatch
 
         batch = TokenBatch.collate([ScoredRollout(*items) for items in zip(rollouts, old, scores, strict=True)])
-        signal = training_signal(batch.teacher_logprobs, batch.old_logprobs, batch.mask, weights="cumulative-share")
-        self.learner.update(batch, signal, seed=0, step=self.number)
+        columns = loss_columns(self.learner.objective, batch, evidence_of(batch))
+        self.learner.update(batch, columns, seed=0, step=self.number, forward=forward)
 
 
 def main() -> None:

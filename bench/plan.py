@@ -75,7 +75,8 @@ class Step:
         import torch
         from accelerate import Accelerator
 
-        from iwopd.config import Method, Optim
+        from iwopd.algo.objectives import make_objective
+        from iwopd.config import Optim
         from iwopd.lm import ResponseModel
         from iwopd.rollout.local import LocalSampler
         from iwopd.rollout.sampling import SamplingSettings
@@ -86,7 +87,9 @@ class Step:
 
         optim = Optim(gradient_checkpointing=checkpointing, token_budget=PROMPT + max(answers))
         self.model, self.answers = model, answers
-        self.learner = Learner(ResponseModel(model), optim, Method(weights="cumulative-share"), Accelerator(cpu=True), Ranks())
+        self.learner = Learner(
+            ResponseModel(model), optim, make_objective({"weights": "cumulative-share"}), Accelerator(cpu=True), Ranks()
+        )
         self.scorer = LocalScorer(model, token_budget=PROMPT + max(answers))
         self.sampler = LocalSampler(model, SamplingSettings(max(answers)))
         generator = torch.Generator().manual_seed(0)
@@ -106,14 +109,13 @@ class Step:
     def update(self) -> None:
         import torch
 
-        from iwopd.algo.signal import training_signal
+        from iwopd.train.scoring import evidence_of, loss_columns
         from iwopd.types import ScoredRollout, TokenBatch
 
         old = [torch.full((count,), -2.0) for count in self.answers]
         teacher = [torch.full((count,), -1.0) for count in self.answers]
         batch = TokenBatch.collate([ScoredRollout(*items) for items in zip(self.rollouts, old, teacher, strict=True)])
-        signal = training_signal(batch.teacher_logprobs, batch.old_logprobs, batch.mask, weights="cumulative-share")
-        self.learner.update(batch, signal, seed=0, step=1)
+        self.learner.update(batch, loss_columns(self.learner.objective, batch, evidence_of(batch)), seed=0, step=1)
 
     def write(self) -> Any:
         return self.sampler.sample(self.prompts, seed=0, step=0)

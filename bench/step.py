@@ -85,21 +85,23 @@ def run_ours(case: dict[str, Any]) -> dict[str, float]:
     import torch
     from accelerate import Accelerator
 
-    from iwopd.algo.signal import training_signal
-    from iwopd.config import Method, Optim
+    from iwopd.algo.objectives import make_objective
+    from iwopd.config import Optim
     from iwopd.lm import ResponseModel
     from iwopd.rollout.local import LocalSampler
     from iwopd.rollout.sampling import SamplingSettings
     from iwopd.teacher.local import LocalScorer
     from iwopd.train.learner import Learner
     from iwopd.train.ranks import Ranks
+    from iwopd.train.scoring import evidence_of, loss_columns
     from iwopd.types import Prompt, ScoredRollout, TokenBatch
 
     student, teacher = make_model(256, 4, case["vocab"]), make_model(512, 6, case["vocab"])
     lengths = lengths_of(case)
     sampler = LocalSampler(student, SamplingSettings(max(lengths)))
     old_scorer, teacher_scorer = LocalScorer(student), LocalScorer(teacher.eval())
-    learner = Learner(ResponseModel(student), Optim(), Method(weights="cumulative-share"), Accelerator(cpu=True), Ranks())
+    objective = make_objective({"weights": "cumulative-share"})
+    learner = Learner(ResponseModel(student), Optim(), objective, Accelerator(cpu=True), Ranks())
     generator = torch.Generator().manual_seed(0)
     base = memory_mb(peak=False)
     seconds, shares = [], []
@@ -108,13 +110,14 @@ def run_ours(case: dict[str, Any]) -> dict[str, float]:
         prompts = [Prompt(f"{step}/{row}", tuple(row_ids)) for row, row_ids in enumerate(ids)]
         start = clock()
         rollouts = sampler.sample(prompts, seed=0, step=step, max_tokens=lengths)
-        old = learner.old_logprobs(rollouts) or old_scorer.score(rollouts)
+        forward = learner.forward(rollouts)
+        old = old_scorer.score(rollouts) if forward is None else forward.logprobs
         scores = teacher_scorer.score(rollouts)
         batch = TokenBatch.collate([ScoredRollout(*items) for items in zip(rollouts, old, scores, strict=True)])
         before = clock()
-        signal = training_signal(batch.teacher_logprobs, batch.old_logprobs, batch.mask, weights="cumulative-share")
+        columns = loss_columns(objective, batch, evidence_of(batch))
         after = clock()
-        learner.update(batch, signal, seed=0, step=step)
+        learner.update(batch, columns, seed=0, step=step, forward=forward)
         seconds.append(clock() - start)
         shares.append((after - before) / seconds[-1])
     return {

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from iwopd.algo.signal import training_signal
 from iwopd.cluster.verl import testing
 from iwopd.cluster.verl.translate import places, translate
 from iwopd.config import Config, make_config
@@ -30,6 +29,7 @@ from iwopd.teacher.local import LocalScorer
 from iwopd.train.learner import Learner
 from iwopd.train.metrics import training_progress
 from iwopd.train.ranks import Ranks
+from iwopd.train.scoring import evidence_of, loss_columns
 from iwopd.types import Prompt, Rollout, ScoredRollout, TokenBatch
 from models import save_pair
 
@@ -106,8 +106,8 @@ def given_rollouts(folder: Path) -> list[list[Rollout]]:
 def by_local_learner(config: Config, steps: list[list[Rollout]]) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after the steps, and the loss of each step."""
     student, teacher = load(config.models.student), load(config.models.teacher)
-    reference = load(config.models.student) if config.method.needs_reference else None
-    learner = Learner(ResponseModel(student), config.optim, config.method, Accelerator(cpu=True), Ranks())
+    reference = load(config.models.student) if config.method.made.needs_reference else None
+    learner = Learner(ResponseModel(student), config.optim, config.method.made, Accelerator(cpu=True), Ranks())
     losses = []
     for step, rollouts in enumerate(steps, 1):
         scores = [LocalScorer(model).score(rollouts) for model in (student, teacher, reference) if model is not None]
@@ -115,15 +115,8 @@ def by_local_learner(config: Config, steps: list[list[Rollout]]) -> tuple[dict[s
             [ScoredRollout(*item) for item in zip(rollouts, *scores, strict=True)], correct_rollouts=True
         )
         progress = training_progress(step, config.steps)
-        signal = training_signal(
-            batch.teacher_logprobs,
-            batch.old_logprobs,
-            batch.mask,
-            progress=progress,
-            reference_logprobs=batch.reference_logprobs,
-            **config.method.signal,
-        )
-        update = learner.update(batch, signal, seed=0, step=step)
+        columns = loss_columns(learner.objective, batch, evidence_of(batch, progress=progress))
+        update = learner.update(batch, columns, seed=0, step=step)
         assert update.updates == config.optim.ppo_epochs
         assert float(update.stats.ratio_max) > 1.05
         losses.append(update.loss)

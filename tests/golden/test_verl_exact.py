@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from iwopd import algo
-from iwopd.algo.signal import TrainingSignal, training_signal
+from iwopd.algo.evidence import Evidence
+from iwopd.algo.objectives import PolicyGradient
 from iwopd.cluster.verl.params import Settings
 from iwopd.config import Method
 from support import RULES
@@ -162,15 +163,11 @@ def by_verl(method: Method, given: dict[str, Tensor], tokens: int, settings: Any
 def by_algo(method: Method, given: dict[str, Tensor]) -> tuple[float, Tensor, algo.PolicyStats, Tensor]:
     """The same as the local learner computes it, on the whole batch; with the loss's statistics and the correction."""
     mask = given["mask"]
-    signal: TrainingSignal = training_signal(
-        given["teacher"],
-        given["old"],
-        mask,
-        progress=PROGRESS,
-        reference_logprobs=given["reference"] if method.advantage == "exopd" else None,
-        **method.signal,
-    )
-    correction = algo.rollout_correction(given["old"], given["rollout"], mask, method.correction_threshold)
+    objective = method.made
+    assert isinstance(objective, PolicyGradient)
+    reference = given["reference"] if objective.needs_reference else None
+    signal = objective.signal(Evidence(given["teacher"], given["old"], mask, reference, PROGRESS))
+    correction = algo.rollout_correction(given["old"], given["rollout"], mask, objective.correction_threshold)
     current = given["current"].clone().requires_grad_()
     out = algo.policy_loss(
         current,
@@ -178,8 +175,8 @@ def by_algo(method: Method, given: dict[str, Tensor]) -> tuple[float, Tensor, al
         signal.advantages,
         signal.supervised,
         denominator=int(signal.supervised.sum()),
-        clip=method.clip,
-        dual_clip=None if method.dual_clip == float("inf") else method.dual_clip,
+        clip=objective.clip,
+        dual_clip=None if objective.dual_clip == float("inf") else objective.dual_clip,
         correction=correction,
     )
     out.loss.backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,12 +11,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from iwopd.algo.signal import training_signal
-from iwopd.config import Method, Optim
+from iwopd.algo.objectives import Objective, make_objective
+from iwopd.config import Optim
 from iwopd.lm import ResponseModel
 from iwopd.teacher.local import LocalScorer
-from iwopd.train.learner import Learner
+from iwopd.train.learner import ForwardPass, Learner
 from iwopd.train.ranks import Ranks
+from iwopd.train.scoring import evidence_of, loss_columns
 from iwopd.types import Prompt, Rollout, ScoredRollout, TokenBatch
 from models import make_model
 
@@ -35,23 +38,26 @@ class Result(NamedTuple):
     old_logprobs: list[Tensor]
 
 
+def columns(objective: Objective, batch: TokenBatch) -> dict[str, Tensor]:
+    return loss_columns(objective, batch, evidence_of(batch))
+
+
 def updated(
-    *, ahead: bool, obstacle: str | None = None, method: Method | None = None, kind: str = "qwen3", **optim: Any
+    *, ahead: bool, obstacle: str | None = None, method: dict[str, Any] | None = None, kind: str = "qwen3", **optim: Any
 ) -> Result:
     """One update of a fresh model, with the old log-probs from a forward pass ahead of it or from a scorer."""
     model, items = make_model(kind), rollouts()
     lm = ResponseModel(model, vocab_size=21)
     lm.packing_obstacle = obstacle if obstacle is not None else lm.packing_obstacle
-    method = method or Method(weights="cumulative-share")
-    learner = Learner(lm, Optim(lr=1e-9, grad_clip=1e9, **optim), method, Accelerator(cpu=True), Ranks())
-    old = learner.old_logprobs(items) if ahead else None
-    assert (old is not None) == ahead
-    old = old or LocalScorer(model, vocab_size=21).score(items)
+    objective = make_objective(method or {"weights": "cumulative-share"})
+    learner = Learner(lm, Optim(lr=1e-9, grad_clip=1e9, **optim), objective, Accelerator(cpu=True), Ranks())
+    forward = learner.forward(items) if ahead else None
+    assert (forward is not None) == ahead
+    old = forward.logprobs if forward is not None else LocalScorer(model, vocab_size=21).score(items)
     teacher = LocalScorer(make_model("llama", seed=5), vocab_size=21).score(items)
     reference = LocalScorer(make_model(kind, seed=6), vocab_size=21).score(items)
     batch = TokenBatch.collate([ScoredRollout(*scored) for scored in zip(items, old, teacher, reference, strict=True)])
-    signal = training_signal(batch.teacher_logprobs, batch.old_logprobs, batch.mask, weights="cumulative-share")
-    update = learner.update(batch, signal, seed=0, step=1)
+    update = learner.update(batch, columns(objective, batch), seed=0, step=1, forward=forward)
     assert update.updates == 1
     moments = {name: learner.optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
     return Result(update.loss, moments, old)
@@ -82,7 +88,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 @pytest.mark.parametrize("settings", [{"entropy_coef": 0.1}, {"kl_coef": 0.2}])
 def test_entropy_and_kl_terms_reach_the_gradient(settings: dict[str, float]) -> None:
-    method = Method(weights="cumulative-share", **settings)
+    method = {"weights": "cumulative-share", **settings}
     plain, one, other = (
         updated(ahead=True),
         updated(ahead=True, method=method),
@@ -95,18 +101,37 @@ def test_entropy_and_kl_terms_reach_the_gradient(settings: dict[str, float]) -> 
 @pytest.mark.parametrize("optim", [{"ppo_epochs": 2}, {"mini_batches": 2}, {"token_budget": 30}])
 def test_several_updates_or_micro_batches_leave_the_old_logprobs_to_a_scorer(optim: dict[str, int]) -> None:
     lm = ResponseModel(make_model("qwen3"))
-    learner = Learner(lm, Optim(**optim), Method(), Accelerator(cpu=True), Ranks())
-    assert learner.old_logprobs(rollouts()) is None
+    learner = Learner(lm, Optim(**optim), make_objective({}), Accelerator(cpu=True), Ranks())
+    assert learner.forward(rollouts()) is None
 
 
-def test_a_pass_that_was_made_for_other_rollouts_is_not_used() -> None:
-    items = rollouts()
-    lm = ResponseModel(make_model("qwen3"))
-    learner = Learner(lm, Optim(), Method(), Accelerator(cpu=True), Ranks())
-    learner.old_logprobs(items)
-    changed = [Rollout(item.prompt, item.response_ids.flip(0), item.rollout_logprobs, "length") for item in items]
-    old = LocalScorer(lm.model).score(changed)
-    batch = TokenBatch.collate([ScoredRollout(item, lp, lp - 1.0) for item, lp in zip(changed, old, strict=True)])
-    signal = training_signal(batch.teacher_logprobs, batch.old_logprobs, batch.mask, weights="uniform")
-    update = learner.update(batch, signal, seed=0, step=1)
-    assert float(update.stats.ratio_max) == pytest.approx(1.0, abs=1e-5)
+def scored(items: list[Rollout], old: list[Tensor]) -> TokenBatch:
+    return TokenBatch.collate([ScoredRollout(item, lp, lp - 1.0) for item, lp in zip(items, old, strict=True)])
+
+
+def test_a_pass_of_other_rollouts_is_refused() -> None:
+    items, objective = rollouts(), make_objective({})
+    learner = Learner(ResponseModel(make_model("qwen3")), Optim(), objective, Accelerator(cpu=True), Ranks())
+    forward = learner.forward(items[:3])
+    batch = scored(items, LocalScorer(learner.lm.model).score(items))
+    with pytest.raises(ValueError, match=r"the forward pass has 26 tokens, the batch 36"):
+        learner.update(batch, columns(objective, batch), seed=0, step=1, forward=forward)
+
+
+def test_a_pass_is_let_go_of_when_there_is_nothing_to_learn() -> None:
+    """A denominator of 0 leaves the update out; the graph of the waiting pass must not outlive the step."""
+    items, objective = rollouts(), make_objective({})
+    learner = Learner(ResponseModel(make_model("qwen3")), Optim(), objective, Accelerator(cpu=True), Ranks())
+
+    def step() -> weakref.ref[ForwardPass]:
+        forward = learner.forward(items)
+        assert forward is not None
+        batch = scored(items, forward.logprobs)
+        nothing = {**columns(objective, batch), "supervised": torch.zeros(len(batch.response_ids), dtype=torch.bool)}
+        assert learner.update(batch, nothing, seed=0, step=1, forward=forward).updates == 0
+        return weakref.ref(forward)
+
+    alive = step()
+    gc.collect()
+    assert alive() is None
+    assert not [name for name, value in vars(learner).items() if isinstance(value, (Tensor, ForwardPass))]

@@ -11,9 +11,10 @@ from iwopd.algo import WEIGHT_RULES
 from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import half_spent, measure_drift, measure_likelihood, measure_overlap, measure_positions
 from iwopd.analysis.probe.result import ProbeError
-from iwopd.analysis.probe.rules import ALPHAS, measure_rules, probe_rules
+from iwopd.analysis.probe.rules import measure_rules, probe_rules
 from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
 from iwopd.lm import ResponseModel
+from iwopd.methods import ALPHAS
 from iwopd.types import Prompt, Rollout
 from models import make_model
 from support import length_mask, poison

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from iwopd import algo
-from iwopd.algo.registry import WeightRules
+from iwopd.registry import Registry
 
 PLUGIN = '''
 import torch
@@ -99,12 +99,12 @@ def test_a_rule_object_brings_its_supervised_tokens(plugin: Path) -> None:
 
 def test_any_parameter_with_a_default_counts(plugin: Path) -> None:
     assert "[[3.0, 3.0, 3.0, 0.0]]" in run(plugin, "print(algo.token_weights('plain', gap, mask, tau=3.0).tolist())")
-    assert "its parameter 'tau' needs a default" in run(plugin, "algo.token_weights('needy', gap, mask)")
+    assert "its parameter 'tau' is no evidence" in run(plugin, "algo.token_weights('needy', gap, mask)")
     assert "tardy" in run(plugin, "print(algo.WEIGHT_RULES['tardy'].name)")
 
 
 def test_the_table_of_methods_survives_a_broken_plugin(plugin: Path) -> None:
-    out = run(plugin, "from iwopd.methods_table import print_methods; print_methods()")
+    out = run(plugin, 'from iwopd.cli import main; main(["methods"])')
     assert "broken: weight rule 'broken' could not be loaded" in out
     assert "half-life" in out
 
@@ -147,9 +147,9 @@ def test_built_in_rules_say_what_they_are() -> None:
 
 
 def test_a_name_is_registered_once() -> None:
-    rules = WeightRules()
-    rules.add(algo.WEIGHT_RULES["uniform"])
-    with pytest.raises(ValueError, match="'uniform' is registered already"):
-        rules.add(algo.WEIGHT_RULES["uniform"])
-    with pytest.raises(KeyError):
-        rules["nothing"]
+    things: Registry[int] = Registry("thing", "iwopd.no_such_group", lambda name, loaded, where: int(loaded))
+    things.add("one", 1)
+    with pytest.raises(ValueError, match="thing 'one' is registered already"):
+        things.add("one", 1)
+    with pytest.raises(KeyError, match="unknown thing 'on'; did you mean 'one'"):
+        things["on"]

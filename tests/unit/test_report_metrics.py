@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from iwopd.algo.signal import training_signal
+from iwopd.algo.evidence import Evidence
+from iwopd.algo.objectives import make_objective
 from iwopd.teacher.local import LocalScorer
-from iwopd.train.metrics import _full_kl, step_metrics
-from iwopd.types import Prompt, Rollout, TokenBatch
+from iwopd.train.kept import _full_kl
+from iwopd.train.metrics import step_metrics
+from iwopd.types import Prompt, Rollout
 from models import make_model
 
 
@@ -52,18 +54,11 @@ def test_kl_is_left_out_where_a_head_is_not_plain() -> None:
 def test_kl_by_position_is_the_signed_gap() -> None:
     mask = torch.ones(1, 20, dtype=torch.bool)
     old, teacher = -torch.arange(20.0)[None] / 10, torch.full((1, 20), -1.0)
-    batch = TokenBatch(
-        torch.ones(1, 2, dtype=torch.long),
-        torch.ones(1, 2, dtype=torch.bool),
-        torch.ones(1, 20, dtype=torch.long),
-        mask,
-        old,
-        teacher,
-    )
-    signal = training_signal(teacher, old, mask)
+    evidence = Evidence(teacher, old, mask)
+    signal = make_objective({}).signal(evidence)
     update = SimpleNamespace(padding_waste=0.0, updates=1, skipped=0, stats=SimpleNamespace(as_dict=dict))
     rollout = Rollout(Prompt("p", (1,)), torch.ones(20, dtype=torch.long), torch.zeros(20), "eos")
-    metrics = step_metrics(batch, signal, [rollout], update, 0)
+    metrics = step_metrics(SimpleNamespace(evidence=evidence, floored=0), signal, [rollout], update)
     expected = [float((old - teacher)[0, 2 * place : 2 * place + 2].mean()) for place in range(10)]
     assert metrics["position/kl"] == pytest.approx(expected)
     assert sum(metrics["position/kl"]) / 10 == pytest.approx(metrics["kl/sampled"])

@@ -20,7 +20,7 @@ from iwopd.teacher.dialects import DIALECTS, TokenSequence
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.prompted import PromptedScorer
-from iwopd.teacher.router import RoutedScorer, local_scorers
+from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.serving import RefusalError, ServingError, TeacherServer, completion, read_request
 from iwopd.teacher.serving_model import ServingModel
 from iwopd.train.pipeline import Scoring
@@ -117,13 +117,13 @@ def test_every_rollout_goes_to_the_teacher_its_prompt_names() -> None:
     assert [float(values[0]) for values in found if values[0] in (-1, -2)] == [-1.0, -2.0, -1.0, -2.0]
     assert torch.equal(found[2], local.score([asked[2]])[0])
     assert [name for name, _ in math_teacher.seen] == ["b", "e"]
-    assert [name for name, _ in local_scorers(router)] == ["teacher 'here'"]
+    assert list(router.local("teacher")) == ["teacher 'here'"]
 
 
 def test_an_unknown_teacher_is_named_before_training() -> None:
     router = RoutedScorer({None: Constant(-1.0), "math": Constant(-2.0)})
     with pytest.raises(TeacherError, match=r"prompt 'x' asks for the teacher 'code', but there are: 'math'"):
-        router.check_routes([rollout("x", "code").prompt])
+        router.try_out([rollout("x", "code").prompt], vocab_size=21, max_tokens=4)
 
 
 def test_a_teacher_that_fails_fails_the_step() -> None:

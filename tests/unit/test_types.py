@@ -23,33 +23,28 @@ def test_objects_are_frozen() -> None:
         prompt.id = "b"  # type: ignore[misc]
 
 
-def test_collate_pads_prompts_left_and_responses_right() -> None:
-    batch = TokenBatch.collate([scored("a", 2, 3), scored("b", 4, 1), scored("c", 1, 0)], pad_id=99, correct_rollouts=True)
-    assert batch.prompt_ids.tolist() == [[99, 99, 1, 2], [1, 2, 3, 4], [99, 99, 99, 1]]
-    assert batch.prompt_mask.tolist() == [[False, False, True, True], [True] * 4, [False, False, False, True]]
-    assert batch.response_ids.tolist() == [[10, 11, 12], [10, 99, 99], [99, 99, 99]]
-    assert torch.equal(batch.mask, length_mask([3, 1, 0]))
+def test_collate_puts_rollouts_one_after_the_other() -> None:
+    batch = TokenBatch.collate([scored("a", 2, 3), scored("b", 4, 1), scored("c", 1, 0)], correct_rollouts=True)
+    assert batch.prompt_ids.tolist() == [1, 2, 1, 2, 3, 4, 1]
+    assert batch.prompt_lengths.tolist() == [2, 4, 1]
+    assert batch.response_ids.tolist() == [10, 11, 12, 10]
     assert batch.lengths.tolist() == [3, 1, 0]
-    assert batch.teacher_logprobs.tolist() == [[-0.75, -1.75, -2.75], [-0.75, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert batch.teacher_logprobs.tolist() == [-0.75, -1.75, -2.75, -0.75]
     assert batch.rollout_logprobs is not None
-    assert batch.rollout_logprobs[0].tolist() == [-0.25, -1.25, -2.25]
+    assert batch.rollout_logprobs.tolist() == [-0.25, -1.25, -2.25, -0.25]
     assert batch.reference_logprobs is None
     assert len(batch) == 3
 
 
-def test_select_drops_padding_that_nobody_needs() -> None:
-    batch = TokenBatch.collate([scored("a", 2, 3, True), scored("b", 4, 1, True), scored("c", 1, 2, True)], pad_id=99)
-    part = batch.select([2, 0])
-    assert part.prompt_ids.tolist() == [[99, 1], [1, 2]]
-    assert part.response_ids.tolist() == [[10, 11, 99], [10, 11, 12]]
-    one = batch.select([1])
-    assert one.response_ids.tolist() == [[10]]
-    assert one.reference_logprobs is not None
-    assert one.reference_logprobs.tolist() == [[-1.0]]
-    assert one.rollout_logprobs is None
-    assert len(batch.select([])) == 0
-    with pytest.raises(TypeError, match="row numbers, not a boolean mask"):
-        batch.select(torch.tensor([True, False, True]))
+def test_formulas_get_padded_rows_and_hand_back_tokens() -> None:
+    batch = TokenBatch.collate([scored("a", 2, 3, True), scored("b", 4, 0, True), scored("c", 1, 2, True)])
+    assert torch.equal(batch.mask, length_mask([3, 0, 2]))
+    padded = batch.pad(batch.teacher_logprobs)
+    assert padded.tolist() == [[-0.75, -1.75, -2.75], [0.0, 0.0, 0.0], [-0.75, -1.75, 0.0]]
+    assert torch.equal(padded[batch.mask], batch.teacher_logprobs)
+    assert batch.places([2, 0]).tolist() == [3, 4, 0, 1, 2]
+    assert batch.reference_logprobs is not None
+    assert batch.reference_logprobs.tolist() == [-1.0, -2.0, -3.0, -1.0, -2.0]
 
 
 def test_reference_logprobs_for_all_or_none() -> None:
@@ -74,7 +69,7 @@ def rollout(**change: Any) -> Rollout:
     [
         ({"response_ids": torch.tensor([3, -4])}, ValueError, r"Rollout\('p7'\).response_ids is -4 at token 1"),
         ({"response_ids": torch.tensor([3.0, 4.0])}, TypeError, r"response_ids must be int64, got torch.float32"),
-        ({"response_ids": torch.tensor([[3, 4]])}, ValueError, r"response_ids must have shape \[T\], got \[1, 2\]"),
+        ({"response_ids": torch.tensor([[3, 4]])}, ValueError, r"response_ids must have one dimension, got \[1, 2\]"),
         ({"rollout_logprobs": torch.tensor([-1.0])}, ValueError, r"rollout_logprobs has shape \[1\], expected \[2\]"),
         ({"rollout_logprobs": torch.tensor([-1.0, float("nan")])}, ValueError, "rollout_logprobs is nan at token 1"),
         ({"rollout_logprobs": torch.tensor([-1.0, -2.0]).half()}, TypeError, "must be float32 or float64"),
@@ -110,43 +105,26 @@ def test_scored_rollout_checks_name_field_and_token() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"teacher_logprobs": torch.tensor([[0.0, 0.0], [0.0, float("nan")]])}, r"teacher_logprobs is nan at row 1, token 1"),
-        ({"response_ids": torch.tensor([[1, 2], [-3, 4]])}, "response_ids is -3 at row 1, token 0"),
-        ({"mask": torch.tensor([[True, True], [False, True]])}, "mask is not right-padded in row 1"),
-        ({"mask": torch.ones(2, 2)}, r"TokenBatch.mask must be a boolean \[B, T\] tensor, got torch.float32 \[2, 2\]"),
-        ({"prompt_mask": torch.tensor([[True, False], [True, True]])}, "prompt_mask is not left-padded in row 0"),
-        ({"old_logprobs": torch.zeros(2, 3)}, r"old_logprobs has shape \[2, 3\], expected \[2, 2\]"),
-        (
-            {"prompt_ids": torch.ones(3, 2, dtype=torch.long), "prompt_mask": torch.ones(3, 2, dtype=torch.bool)},
-            "3 prompts and 2 responses",
-        ),
+        ({"teacher_logprobs": torch.tensor([0.0, 0.0, float("nan")])}, r"teacher_logprobs is nan at token 2"),
+        ({"response_ids": torch.tensor([1, -3, 4])}, "response_ids is -3 at token 1"),
+        ({"old_logprobs": torch.zeros(2)}, r"old_logprobs has shape \[2\], expected \[3\]"),
+        ({"lengths": torch.tensor([2, 2])}, "lengths add up to 4, but there are 3 response_ids"),
+        ({"prompt_lengths": torch.tensor([1])}, "prompt_lengths add up to 1, but there are 2 prompt_ids"),
+        ({"prompt_lengths": torch.tensor([2])}, "1 prompts and 2 responses"),
     ],
 )
-def test_token_batch_checks_name_field_and_row(change: dict[str, Any], message: str) -> None:
+def test_token_batch_checks_name_field_and_place(change: dict[str, Any], message: str) -> None:
     fields: dict[str, Any] = {
-        "prompt_ids": torch.ones(2, 2, dtype=torch.long),
-        "prompt_mask": torch.ones(2, 2, dtype=torch.bool),
-        "response_ids": torch.ones(2, 2, dtype=torch.long),
-        "mask": torch.ones(2, 2, dtype=torch.bool),
-        "old_logprobs": torch.zeros(2, 2),
-        "teacher_logprobs": torch.zeros(2, 2),
+        "prompt_ids": torch.ones(2, dtype=torch.long),
+        "prompt_lengths": torch.tensor([1, 1]),
+        "response_ids": torch.ones(3, dtype=torch.long),
+        "lengths": torch.tensor([2, 1]),
+        "old_logprobs": torch.zeros(3),
+        "teacher_logprobs": torch.zeros(3),
     }
     assert len(TokenBatch(**fields)) == 2
     with pytest.raises(ValueError, match=message):
         TokenBatch(**{**fields, **change})
-
-
-def test_anything_may_stand_in_the_padding() -> None:
-    nan = torch.full((1, 2), float("nan"))
-    nan[0, 0] = -1.0
-    TokenBatch(
-        prompt_ids=torch.tensor([[-5, 1]]),
-        prompt_mask=torch.tensor([[False, True]]),
-        response_ids=torch.tensor([[1, -100]]),
-        mask=length_mask([1], width=2),
-        old_logprobs=nan,
-        teacher_logprobs=nan,
-    )
 
 
 def test_step_stats() -> None:

@@ -108,6 +108,8 @@ class Learner:
 
         `columns` are the objective's, [N]. `forward` is the pass that `forward` made of the same rollouts.
         """
+        if forward is not None and len(forward.hidden) != len(batch.response_ids):
+            raise ValueError(f"the forward pass has {len(forward.hidden)} tokens, the batch {len(batch.response_ids)}")
         self.lm.model.train()
         totals = _Totals()
         for epoch in range(self.optim.ppo_epochs):

@@ -17,8 +17,9 @@ from iwopd.train.metrics import step_metrics
 from iwopd.train.mismatch import check_engine, mismatch_metrics
 from iwopd.train.pipeline import write_step
 from iwopd.train.rundir import RunDirectory
-from iwopd.train.scoring import score_step
+from iwopd.train.scoring import loss_columns, score_step
 from iwopd.train.state import TrainingState, TrainingStoppedError
+from iwopd.train.teachers import scores_early
 from iwopd.train.tracking import Tracker
 from iwopd.types import StepStats
 
@@ -59,13 +60,22 @@ def train(
 def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> StepStats:
     """One step: write, score, weigh, update."""
     clock, objective = Clock(), parts.objective
-    written = write_step(config, parts, step)
+    written = write_step(
+        parts.order.batch(step),
+        parts.sampler,
+        parts.teacher_scorer,
+        parts.ranks,
+        seed=config.seed,
+        step=step,
+        samples=config.rollout.samples,
+        score_early=scores_early(config),
+    )
     clock.lap("rollout")
     scored = score_step(config, parts, written, step)
     mismatch = mismatch_metrics(config, scored.batch, step)
     clock.lap("teacher")
     signal = objective.signal(scored.evidence)
-    columns = scored.flat(objective.columns(scored.evidence, signal))
+    columns = loss_columns(objective, scored.batch, scored.evidence, signal)
     clock.lap("signal")
     update = parts.learner.update(scored.batch, columns, seed=config.seed, step=step, forward=scored.forward)
     clock.lap("update")

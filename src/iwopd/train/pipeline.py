@@ -13,11 +13,9 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from iwopd.background import in_background
-from iwopd.config import Config
+from iwopd.rollout.sampler import Sampler
 from iwopd.teacher.scorer import Scorer
-from iwopd.train.assembly import Parts
 from iwopd.train.ranks import Ranks
-from iwopd.train.teachers import scores_while_writing
 from iwopd.types import Prompt, Rollout
 
 
@@ -83,18 +81,26 @@ class Written:
         return [by_rollout[id(rollout)] for rollout in rollouts]
 
 
-def write_step(config: Config, parts: Parts, step: int) -> Written:
-    """Rollouts of the step's prompts, each rank writing its share; the teacher may begin while others are written."""
-    samples = config.rollout.samples
-    scoring = Scoring(parts.teacher_scorer) if scores_while_writing(config) else None
+def write_step(
+    prompts: Sequence[Prompt],
+    sampler: Sampler,
+    scorer: Scorer,
+    ranks: Ranks,
+    *,
+    seed: int,
+    step: int,
+    samples: int = 1,
+    score_early: bool = False,
+) -> Written:
+    """Rollouts of all prompts, each rank writing its share; with `score_early` the teacher begins while others are written."""
+    scoring = Scoring(scorer) if score_early else None
 
     def work(mine: Sequence[Prompt]) -> list[Rollout]:
         listener = None if scoring is None else scoring.add
         try:
-            return parts.sampler.sample(mine, seed=config.seed, step=step, samples=samples, finished=listener)
+            return sampler.sample(mine, seed=seed, step=step, samples=samples, finished=listener)
         finally:
             if scoring is not None:
                 scoring.close()
 
-    rollouts = parts.ranks.share(parts.order.batch(step), work)
-    return Written(rollouts, parts.teacher_scorer, parts.ranks, scoring, samples)
+    return Written(ranks.share(prompts, work), scorer, ranks, scoring, samples)

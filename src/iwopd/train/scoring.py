@@ -10,6 +10,7 @@ from torch import Tensor
 
 from iwopd import algo
 from iwopd.algo.evidence import Evidence
+from iwopd.algo.objectives import Objective, TrainingSignal
 from iwopd.config import Config
 from iwopd.train.assembly import Parts
 from iwopd.train.learner import ForwardPass
@@ -31,10 +32,6 @@ class ScoredStep:
     floored: int
     """Teacher log-probs of -inf."""
 
-    def flat(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-        """An objective's columns [B, T] as [N], for the update."""
-        return {name: values[self.batch.mask] for name, values in columns.items()}
-
 
 def score_step(config: Config, parts: Parts, written: Written, step: int) -> ScoredStep:
     """Score what the student wrote. The teacher may still be at work when this begins."""
@@ -51,7 +48,35 @@ def score_step(config: Config, parts: Parts, written: Written, step: int) -> Sco
         scored.append(ScoredRollout(rollout, lp_0, floored.logprobs, lp_r))
         count += floored.floored
     batch = TokenBatch.collate(scored, correct_rollouts=config.rollout.engine != "local")
-    return ScoredStep(batch, _evidence(config, batch, kept, step), forward, count)
+    mask = batch.mask
+    if config.rollout.truncated == "mask":
+        mask = mask & torch.tensor([rollout.stop_reason == "eos" for rollout in kept])[:, None]
+    evidence = evidence_of(batch, mask=mask, progress=training_progress(step, config.steps))
+    return ScoredStep(batch, evidence, forward, count)
+
+
+def evidence_of(batch: TokenBatch, *, mask: Tensor | None = None, progress: float | None = None) -> Evidence:
+    """A batch as formulas see it, [B, T]; `mask` leaves out tokens that do not teach."""
+
+    def padded(values: Tensor | None) -> Tensor | None:
+        return None if values is None else batch.pad(values)
+
+    return Evidence(
+        teacher_logprobs=batch.pad(batch.teacher_logprobs),
+        old_logprobs=batch.pad(batch.old_logprobs),
+        mask=batch.mask if mask is None else mask,
+        reference_logprobs=padded(batch.reference_logprobs),
+        progress=progress,
+        rollout_logprobs=padded(batch.rollout_logprobs),
+    )
+
+
+def loss_columns(
+    objective: Objective, batch: TokenBatch, evidence: Evidence, signal: TrainingSignal | None = None
+) -> dict[str, Tensor]:
+    """What the objective's loss needs of each of the batch's tokens, [N]."""
+    columns = objective.columns(evidence, signal or objective.signal(evidence))
+    return {name: values[batch.mask] for name, values in columns.items()}
 
 
 def _kept(config: Config, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -63,21 +88,3 @@ def _kept(config: Config, rollouts: Sequence[Rollout]) -> list[Rollout]:
             exit_code=1,
         )
     return [rollout for rollout in rollouts if truncated != "drop" or rollout.stop_reason == "eos"]
-
-
-def _evidence(config: Config, batch: TokenBatch, rollouts: Sequence[Rollout], step: int) -> Evidence:
-    mask = batch.mask
-    if config.rollout.truncated == "mask":
-        mask = mask & torch.tensor([rollout.stop_reason == "eos" for rollout in rollouts])[:, None]
-
-    def padded(values: Tensor | None) -> Tensor | None:
-        return None if values is None else batch.pad(values)
-
-    return Evidence(
-        teacher_logprobs=batch.pad(batch.teacher_logprobs),
-        old_logprobs=batch.pad(batch.old_logprobs),
-        mask=mask,
-        reference_logprobs=padded(batch.reference_logprobs),
-        progress=training_progress(step, config.steps),
-        rollout_logprobs=padded(batch.rollout_logprobs),
-    )

@@ -28,7 +28,7 @@ def build_teacher(config: Config, tokenizer: Any, prompts: Sequence[Prompt], max
     return router if settings.others else router.teachers[None]
 
 
-def scores_while_writing(config: Config) -> bool:
+def scores_early(config: Config) -> bool:
     """Whether the teacher scores finished answers while others are being written."""
     return config.teacher.has_servers if config.rollout.overlap is None else config.rollout.overlap
 
