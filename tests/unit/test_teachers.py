@@ -24,7 +24,7 @@ from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.serving import RefusalError, ServingError, TeacherServer, completion, read_request
 from iwopd.teacher.serving_model import ServingModel
 from iwopd.train.pipeline import Scoring
-from iwopd.train.teachers import overlap
+from iwopd.train.teachers import scores_early
 from iwopd.types import Prompt, Rollout
 from models import byte_tokenizer, make_model
 
@@ -177,9 +177,9 @@ def test_settings_survive_a_round_trip(tmp_path: Any) -> None:
     }
     config = make_config({**WORLD, "teacher": teacher})
     assert config.teacher.urls == ["http://a:1", "https://b/proxy"]
-    assert overlap(config)
-    assert not overlap(make_config(WORLD))
-    assert not overlap(make_config({**WORLD, "teacher": teacher, "rollout": {"overlap": False}}))
+    assert scores_early(config)
+    assert not scores_early(make_config(WORLD))
+    assert not scores_early(make_config({**WORLD, "teacher": teacher, "rollout": {"overlap": False}}))
     (tmp_path / "config.toml").write_text(config_toml(config))
     assert load_config(tmp_path / "config.toml") == config
 

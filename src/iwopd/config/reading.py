@@ -124,6 +124,9 @@ def _explain(fault: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in fault["loc"])
     message = str(fault["msg"]).removeprefix("Value error, ")
     value = fault.get("input")
+    lost = getattr(fault.get("ctx", {}).get("error"), "setting", None)  # of a method: it may belong to another section
+    elsewhere = [key for key, _ in settings() if key.rpartition(".")[2] == lost]
+    message += f"; did you mean {elsewhere[0]!r}?" if elsewhere else ""
     quiet = isinstance(value, Mapping) or value is None or any(part in KEPT_QUIET for part in fault["loc"])
     given = "" if quiet else f" (given: {json.dumps(value, default=str)})"
     if fault.get("type") == "extra_forbidden":  # inside a list: `_refuse_unknown` sees lists as one value

@@ -19,6 +19,7 @@ __all__ = [
     "Setting",
     "StudentTokens",
     "TrainingSignal",
+    "UnknownSettingError",
     "make_objective",
     "objective_class",
     "setting",
@@ -43,6 +44,14 @@ def objective_class(values: Mapping[str, Any]) -> type[Objective]:
     return OBJECTIVES[values.get("objective", DEFAULT)]
 
 
+class UnknownSettingError(ValueError):
+    """A setting that no objective has."""
+
+    def __init__(self, name: str, hint: str) -> None:
+        super().__init__(f"there is no setting {name!r}{hint}")
+        self.setting = name
+
+
 def make_objective(values: Mapping[str, Any]) -> Objective:
     """The objective that a `[method]` section describes; a setting that it does not use is refused."""
     chosen = objective_class(values)
@@ -61,6 +70,6 @@ def _unused(name: str, chosen: type[Objective], given: Mapping[str, Any], known:
     owners = [f"objective {one!r}" for one in OBJECTIVES if one != chosen.name and name in OBJECTIVES[one].settings({})]
     owners += [f"advantage {one!r}" for one in ADVANTAGES if name in ADVANTAGES[one].params]
     if not owners:
-        return f"there is no setting {name!r}{suggestion(name, ['objective', *known])}"
+        raise UnknownSettingError(name, suggestion(name, ["objective", *known]))
     used = f"objective {chosen.name!r}" + (f" with advantage {given.get('advantage', 'opd')!r}" if "advantage" in known else "")
     return f"{name} is not used by {used}: it belongs to {' and '.join(owners)}. Leave it out, or choose that"
