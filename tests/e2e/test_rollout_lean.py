@@ -12,8 +12,8 @@ from torch import nn
 from iwopd import lean
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.rollout import LocalSampler, SamplingSettings, lean_obstacle
-from iwopd.rollout import lean as decoder_room
-from iwopd.rollout.lean import LeanDecoder
+from iwopd.rollout import lean_decoder as decoder_room
+from iwopd.rollout.lean_decoder import LeanDecoder
 from iwopd.types import Prompt
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from iwopd.rollout import LocalSampler, SamplingSettings, local
 from iwopd.rollout.decoding import ModelDecoder
-from iwopd.rollout.lean import LeanDecoder
+from iwopd.rollout.lean_decoder import LeanDecoder
 from iwopd.types import Prompt, Rollout
 
 transformers = pytest.importorskip("transformers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 
 from iwopd import algo
 from iwopd.config import ConfigError, make_config
-from iwopd.rollout.http import Connection, ServerError
+from iwopd.rollout.connection import Connection, ServerError
 from iwopd.rollout.requests import Vocabulary, read_rollout, request_fields, request_seed
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
 from iwopd.rollout.vllm import EngineOptions, VllmEngine, VllmError
@@ -321,3 +322,11 @@ def test_patience_ends() -> None:
         Connection(url, patience=1).post("/v1/x", {})
     with answering((200, "<html>")) as (url, _), pytest.raises(ServerError, match="no JSON"):
         Connection(url).post("/v1/x", {})
+
+
+def test_waiting_for_a_server_leaves_the_checkpointed_random_state_alone() -> None:
+    """Python's global generator is saved with checkpoints: how often a server was away must not change a run."""
+    state = random.getstate()
+    with answering((503, "busy"), (200, "{}")) as (url, _):
+        Connection(url, patience=30).post("/v1/x", {})
+    assert random.getstate() == state

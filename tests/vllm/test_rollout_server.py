@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from iwopd.config import make_config
-from iwopd.rollout.http import Connection, ServerError
+from iwopd.rollout.connection import Connection, ServerError
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rollout.server import RolloutServer, ServerSampler
 from iwopd.rollout.weights import WeightSyncError

@@ -14,13 +14,14 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from iwopd.config.cluster import Cluster
+from iwopd.config.engines import RENAMED, Engines
 from iwopd.config.section import ConfigError, Section
 from iwopd.config.tree import Config
 
 OPEN_TABLES = ("method.params", "eval.data", "teacher.others")
 """Tables whose keys are the user's."""
 
-KEPT_QUIET = ("urls", "api_key_env")
+KEPT_QUIET = ("url", "urls", "api_key_env")
 """Settings whose wrong values are not repeated: somebody may have put a key there."""
 
 
@@ -56,6 +57,10 @@ def config_toml(config: Config) -> str:
     tree = config.model_dump(exclude_none=True)
     if config.cluster == Cluster():  # most runs never see a cluster
         del tree["cluster"]
+    for name in list(tree["engine"]):
+        section = config.engine.of(name)
+        if name != config.rollout.engine and section == type(section)():  # most runs use one engine
+            del tree["engine"][name]
     tree["method"]["params"] = {name: value for name, value in config.method.params.items() if value is not None}
     return tomli_w.dumps(tree)
 
@@ -109,7 +114,9 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
 def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
     known = [name for name, _ in settings()]
     for name, _ in flatten(values):
-        if name not in known and not name.startswith(tuple(f"{table}." for table in OPEN_TABLES)):
+        if name in RENAMED:
+            raise ConfigError(f"{where}: {name!r} is called {RENAMED[name]!r} now")
+        if name not in known and not _is_open(name):
             tail = name.rpartition(".")[2]
             siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == name.rpartition(".")[0]}
             near = [siblings[key] for key in difflib.get_close_matches(tail, siblings, n=1, cutoff=0.8)]
@@ -117,6 +124,13 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "`iwopd train --help` lists all settings"
             raise ConfigError(f"{where}: unknown setting {name!r}; {hint}")
+
+
+def _is_open(name: str) -> bool:
+    """Whether a setting lies in a table of the user's keys, or in the section of an engine that is not built in."""
+    table, _, inner = name.partition(".")
+    further = table == "engine" and "." in inner and inner.partition(".")[0] not in Engines.model_fields
+    return further or name.startswith(tuple(f"{table}." for table in OPEN_TABLES))
 
 
 def _explain(fault: Mapping[str, Any]) -> str:

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from iwopd.errors import UserError
+from iwopd.rollout.engine import EngineError
 
 SHARD_BYTES = 4 * 2**30
 """Weights of one file; so much is copied at a time."""
 
 
-class WeightSyncError(UserError, RuntimeError):
+class WeightSyncError(EngineError):
     """Weights that cannot reach the engine that writes the rollouts."""
 
 

@@ -19,12 +19,13 @@ from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
 from iwopd.lm import ResponseModel
+from iwopd.model_facts import output_rows, pad_id
 from iwopd.models import ModelSource, load_tokenizer, stop_ids
+from iwopd.rollout.engine import ENGINES, Engine, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
-from iwopd.train.engines import open_engine
 from iwopd.train.learner import Learner
 from iwopd.train.loading import load_reference, load_student, load_teacher, open_world, reference_source, source_of
 from iwopd.train.ranks import Ranks
@@ -51,8 +52,8 @@ class Parts:
     tasks: list[Task]
     ranks: Ranks
     device: torch.device
-    close_engine: Callable[[], None]
-    """Ends the engine that the samplers share."""
+    engine: Engine
+    """Shared by the samplers."""
     max_response: int
     """Most tokens of a rollout."""
 
@@ -71,19 +72,15 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
     max_tokens = config.rollout.max_tokens or (world.max_response_tokens if world else 0)
     if not max_tokens:
         raise ConfigError("rollout.max_tokens is needed when no embedded world says how long answers are")
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-
     tasks = load_tasks(config, world, tokenizer, max_tokens)
 
     ranks = Ranks()
     in_tasks = [len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts]
-    context = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
-    make_sampler, close_engine = open_engine(
-        config, student, context=context, pad_id=pad_id, vocab_size=vocab_size, ranks=ranks
-    )
+    longest = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
+    engine = _open_engine(config, student, tokenizer, longest, ranks)
 
     def sampler(limit: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
-        return make_sampler(SamplingSettings(limit, temperature, top_p, top_k, stops))
+        return engine.sampler(SamplingSettings(limit, temperature, top_p, top_k, stops))
 
     def scorer(model: Any, **options: Any) -> LocalScorer:
         return LocalScorer(model, temperature=config.rollout.temperature, vocab_size=vocab_size, **options)
@@ -106,9 +103,29 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         tasks=tasks,
         ranks=ranks,
         device=accelerator.device,
-        close_engine=close_engine,
+        engine=engine,
         max_response=max_tokens,
     )
+
+
+def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ranks: Ranks) -> Engine:
+    name = config.rollout.engine
+    if ranks.count > 1 and not ENGINES[name].several_ranks:
+        raise ConfigError(
+            f"rollout.engine = {name!r} feeds one training process, and there are {ranks.count}: start one, or set "
+            "rollout.engine = 'local'"
+        )
+    about = Student(
+        lambda: student,
+        vocab_size=len(tokenizer),
+        rows=output_rows(student),
+        pad_id=pad_id(tokenizer),
+        longest=longest,
+        dtype=config.models.dtype,
+        seed=config.seed,
+        trained=True,
+    )
+    return ENGINES[name](about, config.engine.of(name))
 
 
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:

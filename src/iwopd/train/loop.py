@@ -89,8 +89,8 @@ def train(
             rollouts = written.rollouts
             clock.lap("rollout")
             scored, floored = _score(config, parts, written)
-            batch = TokenBatch.collate(scored, pad_id=0, correct_rollouts=config.rollout.engine != "local")
-            mismatch = mismatch_metrics(config, batch, step)
+            batch = TokenBatch.collate(scored, pad_id=0, correct_rollouts=not parts.engine.exact)
+            mismatch = mismatch_metrics(config, parts, batch, step)
             clock.lap("teacher")
             signal = _signal(config, batch, scored, training_progress(step, config.steps))
             clock.lap("signal")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from iwopd import algo, tiny
 from iwopd.config import Config
-from iwopd.rollout.http import ServerError
-from iwopd.rollout.weights import WeightSyncError
+from iwopd.rollout.engine import EngineError
 from iwopd.teacher.errors import TeacherError
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
@@ -65,7 +64,7 @@ def run_training(
             tracker.say(f"resuming {folder} after step {done.step}")
         try:
             done = train(config, parts, run, store, tracker, done)
-        except (TeacherError, ServerError, WeightSyncError) as error:  # earlier steps are good
+        except (TeacherError, EngineError) as error:  # earlier steps are good
             raise TrainingStoppedError(f"{error}\n{_keep_finished(config, parts, run, store, done)}", error.exit_code) from None
         parts.ranks.leave(together=True)  # the main one may still have been saving
         return done
@@ -74,7 +73,7 @@ def run_training(
             f"{error}: a model's log-probs are not numbers, so nothing can be learnt from them", 1
         ) from error
     finally:
-        parts.close_engine()
+        parts.engine.close()
         tracker.close()
         parts.ranks.leave(together=False)
 

@@ -11,7 +11,7 @@ import torch
 from iwopd.adapters import adapter_off, has_adapter
 from iwopd.config import Config
 from iwopd.lm import ResponseModel, Sequences
-from iwopd.rollout.local import LocalSampler
+from iwopd.model_facts import output_rows
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer, local_scorers
@@ -21,7 +21,6 @@ from iwopd.train.assembly import Parts
 from iwopd.train.doctor.echo import TOLERANCE, TOLERANCE_HALF, ScoringPath, check_echo, own_logprobs
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
 from iwopd.types import Rollout
-from iwopd.vocabulary import output_rows
 
 SEQUENCES = 2
 """Rollouts that are scored: enough to see a wrong order, few enough to cost next to nothing."""
@@ -47,7 +46,7 @@ def check_masks(parts: Parts) -> Iterator[Finding]:
     real = len(parts.tokenizer)
     users: dict[str, int | None] = {"update": parts.learner.lm.vocab_size}
     samplers = {"sampler": parts.sampler, **{f"sampler of {name}": item for name, item in parts.eval_samplers.items()}}
-    users |= {name: item.vocab_size for name, item in samplers.items() if isinstance(item, LocalSampler)}
+    users |= {name: item.vocab_size for name, item in samplers.items()}
     local = [pair for kind, scorer in _scorers(parts) for pair in local_scorers(scorer, kind)]
     users |= {f"scores of the {name}": scorer.lm.vocab_size for name, scorer in local}
     rows = ", ".join(f"{name} {output_rows(model):,}" for name, model in local_models(parts).items())
