@@ -19,10 +19,12 @@ from safetensors.torch import load_file
 
 from iwopd import algo
 from iwopd.config import ConfigError, make_config
+from iwopd.config.engines import VllmSettings
 from iwopd.rollout.connection import Connection, ServerError
-from iwopd.rollout.requests import Vocabulary, read_rollout, request_fields, request_seed
+from iwopd.rollout.engine import Student
+from iwopd.rollout.requests import Answer, Vocabulary, read_rollout, request_fields, request_seed
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
-from iwopd.rollout.vllm import EngineOptions, VllmEngine, VllmError
+from iwopd.rollout.vllm import VllmEngine, VllmError
 from iwopd.rollout.weights import WeightSyncError, checkpoint_weights, save_weights, weights_version
 from iwopd.types import Prompt
 from models import make_model
@@ -65,14 +67,15 @@ def test_seeds_differ_and_are_not_negative() -> None:
 )
 def test_odd_answers_are_refused(ids: Any, logprobs: Any, reason: str, words: str) -> None:
     with pytest.raises(SamplingError, match=words):
-        read_rollout(PROMPT, 0, ids, logprobs, reason, SETTINGS, WORDS)
+        read_rollout(PROMPT, 0, Answer(ids, logprobs, reason), 3, SETTINGS.stop_ids, WORDS)
 
 
 def test_good_answers_become_rollouts() -> None:
-    ended = read_rollout(PROMPT, 2, [4, 1], [-0.5, -0.25], "stop", SETTINGS, WORDS)
+    ended = read_rollout(PROMPT, 2, Answer([4, 1], [-0.5, -0.25], "stop"), 3, SETTINGS.stop_ids, WORDS)
     assert (ended.stop_reason, ended.sample, ended.response_ids.tolist()) == ("eos", 2, [4, 1])
     assert ended.rollout_logprobs.tolist() == [-0.5, -0.25]
-    assert read_rollout(PROMPT, 0, [4, 5, 6], [-1.0] * 3, "length", SETTINGS, WORDS).stop_reason == "length"
+    cut_off = read_rollout(PROMPT, 0, Answer([4, 5, 6], [-1.0] * 3, "length"), 3, SETTINGS.stop_ids, WORDS)
+    assert cut_off.stop_reason == "length"
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -180,6 +183,10 @@ class FakeGpuEngine:
         self.asked.append(f"wake {tags[0]}")
 
 
+def student(model: Any) -> Student:
+    return Student(lambda: model, vocab_size=21, rows=21, longest=64)
+
+
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.import_module
@@ -194,16 +201,16 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sleeping_engine_gets_weights_before_its_cache(fake_gpu: None) -> None:
     """A mock: there is no GPU here. Level 2 forgets the weights, so they must come at every waking, changed or not."""
     model = make_model("qwen3")
-    engine = VllmEngine(model, EngineOptions(max_model_len=64, sleep=True))
+    engine = VllmEngine(student(model), VllmSettings(sleep=True))
     assert engine.llm.arguments["enable_sleep_mode"]
     count = len(dict(checkpoint_weights(model)))
     first = [f"reload_weights from {count} tensors", "reset_prefix_cache"]
-    engine.ready()
-    engine.rest()
-    engine.rest()
+    engine.update_weights()
+    engine._rest()
+    engine._rest()
     assert engine.llm.asked == [*first, "sleep 2"]
-    engine.ready()
-    engine.ready()
+    engine.update_weights()
+    engine.update_weights()
     assert engine.llm.asked == [*first, "sleep 2", "wake weights", *first, "wake kv_cache"]
     engine.close()
 
@@ -211,14 +218,14 @@ def test_a_sleeping_engine_gets_weights_before_its_cache(fake_gpu: None) -> None
 def test_an_engine_that_stays_awake_syncs_changes_only(fake_gpu: None) -> None:
     """A mock: there is no GPU here."""
     model = make_model("qwen3")
-    engine = VllmEngine(model, EngineOptions(max_model_len=64, tensor_parallel=2))
+    engine = VllmEngine(student(model), VllmSettings(tensor_parallel=2))
     for _ in range(2):
-        engine.ready()
-        engine.rest()
+        engine.update_weights()
+        engine._rest()
     assert engine.llm.asked == ["reload_weights from a folder", "reset_prefix_cache"]
     with torch.no_grad():
         model.model.norm.weight += 1
-    engine.ready()
+    engine.update_weights()
     assert engine.llm.asked.count("reload_weights from a folder") == 2
     engine.close()
 
@@ -226,7 +233,7 @@ def test_an_engine_that_stays_awake_syncs_changes_only(fake_gpu: None) -> None:
 def test_without_vllm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # so that it is missing in its own environment, too
     with pytest.raises(VllmError, match=r"pip install 'iwopd\[vllm\]'"):
-        VllmEngine(make_model("qwen3"), EngineOptions(max_model_len=64))
+        VllmEngine(student(make_model("qwen3")), VllmSettings())
 
 
 # --- settings and numbers --------------------------------------------------------------------------------------------
@@ -236,11 +243,15 @@ def test_without_vllm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     ("changes", "words"),
     [
         ({"rollout": {"engine": "vllm", "top_k": 5}}, "rollout.top_k 5"),
-        ({"rollout": {"engine": "server"}}, "needs vllm.url"),
-        ({"rollout": {"engine": "server"}, "vllm": {"url": "http://a:1"}}, "vllm.weights_folder"),
-        ({"vllm": {"url": "gpu1:8000"}}, "http://host:8000"),
-        ({"vllm": {"url": "http://me:secret@gpu1:8000"}}, "vllm.api_key_env"),
-        ({"vllm": {"api_key_env": "sk-123"}}, "not the key itself"),
+        ({"rollout": {"engine": "server"}}, "needs engine.server.url"),
+        ({"rollout": {"engine": "server"}, "engine": {"server": {"url": "http://a:1"}}}, "engine.server.weights_folder"),
+        ({"engine": {"server": {"url": "gpu1:8000"}}}, "http://host:8000"),
+        ({"engine": {"server": {"url": "http://me:secret@gpu1:8000"}}}, "name it: api_key_env$"),
+        ({"engine": {"server": {"api_key_env": "sk-123"}}}, "not the key itself$"),
+        ({"rollout": {"engine": "vlm"}}, "unknown rollout engine 'vlm'; did you mean 'vllm'. choices: local, vllm, server"),
+        ({"engine": {"vlm": {"dtype": "float32"}}}, "engine: unknown rollout engine 'vlm'"),
+        ({"engine": {"vllm": {"memory_shar": 0.5}}}, "did you mean 'engine.vllm.memory_share'"),
+        ({"engine": {"local": {"dtype": "float32"}}}, "engine.local.dtype: there is no such setting"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: Any, words: str) -> None:
@@ -318,7 +329,7 @@ def test_a_refusal_is_final_and_shows_no_key(monkeypatch: pytest.MonkeyPatch) ->
 def test_patience_ends() -> None:
     with answering() as (url, _):
         pass
-    with pytest.raises(ServerError, match=r"was away for 1 s \(vllm.patience\)"):
+    with pytest.raises(ServerError, match=r"was away for 1 s \(engine.server.patience\)"):
         Connection(url, patience=1).post("/v1/x", {})
     with answering((200, "<html>")) as (url, _), pytest.raises(ServerError, match="no JSON"):
         Connection(url).post("/v1/x", {})

@@ -6,7 +6,16 @@ Unknown keys are refused with the nearest right one. The resolved tree is saved 
 from iwopd.config.cluster import Cluster
 from iwopd.config.engines import TeacherSource
 from iwopd.config.models import Lora
-from iwopd.config.reading import config_toml, differences, flatten, load_config, make_config, parse_value, settings
+from iwopd.config.reading import (
+    config_toml,
+    differences,
+    flatten,
+    load_config,
+    make_config,
+    make_engine_choice,
+    parse_value,
+    settings,
+)
 from iwopd.config.section import ConfigError, Section
 from iwopd.config.training import Method, Optim
 from iwopd.config.tree import Config
@@ -25,6 +34,7 @@ __all__ = [
     "flatten",
     "load_config",
     "make_config",
+    "make_engine_choice",
     "parse_value",
     "settings",
 ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from iwopd.config.section import Dtype, Section, validate_part
+from iwopd.config.section import ConfigError, Dtype, Place, Section, validate_part
 from iwopd.data.teacher_view import PromptTemplate
 
 if TYPE_CHECKING:
@@ -21,30 +21,6 @@ RENAMED = {
     "vllm.mismatch_limit": "rollout.mismatch_limit",
 }
 """Settings that have another name now."""
-
-
-def _variable(name: str) -> str:
-    if not name.isidentifier():
-        raise ValueError("must be the name of an environment variable, not the key itself")
-    return name
-
-
-def _server_url(url: str) -> str:
-    """Scheme, host and port (and a path if a proxy needs one), without the `/v1` that some write."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        usable = False
-    if not usable or parts.query or parts.fragment:
-        raise ValueError("a server's URL looks like http://host:8000")
-    if parts.username or parts.password:
-        raise ValueError("a URL must not hold a password: put the key into an environment variable and name it: api_key_env")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-ServerUrl = Annotated[str, AfterValidator(_server_url)]
-VariableName = Annotated[str, AfterValidator(_variable)]
 
 
 class RolloutSettings(Section):
@@ -66,7 +42,7 @@ class RolloutSettings(Section):
     mismatch_limit: float | None = Field(
         None, gt=0, description="mean |difference| of engine's and trainer's log-probs that ends a run; empty: by dtype"
     )
-    overlap: bool | None = Field(
+    overlap: Place[bool | None] = Field(
         None, description="the teacher scores finished answers while others are being written; empty: if it is a server"
     )
 
@@ -74,23 +50,33 @@ class RolloutSettings(Section):
 class TeacherSource(Section):
     """Where a teacher is, and what it sees."""
 
-    urls: list[ServerUrl] = Field(
+    urls: Place[list[str]] = Field(
         [], description="servers (replicas) that score, e.g. ['http://gpu1:8000']; empty: a local model"
     )
     name: str | None = Field(None, description="what the servers call the model; empty: models.teacher, or their only one")
     dialect: Literal["vllm", "sglang"] = Field("vllm", description="vllm (also `iwopd serve-teacher`), or sglang")
-    api_key_env: VariableName | None = Field(
+    api_key_env: Place[str | None] = Field(
         None, description="environment variable that holds the servers' API key; empty: no key"
     )
-    max_in_flight: int = Field(16, ge=1, description="requests under way at once, for each server")
-    tokens_per_request: int = Field(8192, ge=1, description="short rollouts travel together up to so many tokens")
-    request_timeout: float = Field(300.0, gt=0, description="seconds for one attempt at one request")
-    patience: float = Field(600.0, gt=0, description="seconds that a teacher may be away before the run saves and ends")
-    deadline: float = Field(7200.0, gt=0, description="seconds for the scores of one step (or chunk of it)")
+    max_in_flight: Place[int] = Field(16, ge=1, description="requests under way at once, for each server")
+    tokens_per_request: Place[int] = Field(8192, ge=1, description="short rollouts travel together up to so many tokens")
+    request_timeout: Place[float] = Field(300.0, gt=0, description="seconds for one attempt at one request")
+    patience: Place[float] = Field(600.0, gt=0, description="seconds that a teacher may be away before the run saves and ends")
+    deadline: Place[float] = Field(7200.0, gt=0, description="seconds for the scores of one step (or chunk of it)")
     system: str | None = Field(None, description="system prompt that the teacher sees instead of the student's")
     user: str | None = Field(
         None, description="user message that the teacher sees: {prompt}, {answer} and the data set's fields are filled in"
     )
+
+    @field_validator("urls")
+    @classmethod
+    def _plain_urls(cls, urls: list[str]) -> list[str]:
+        return [_server_url(url) for url in urls]
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _names_a_variable(cls, name: str | None) -> str | None:
+        return _variable(name)
 
     @model_validator(mode="after")
     def _template_is_one(self) -> Self:
@@ -125,42 +111,40 @@ class VllmSettings(Section):
     max_model_len: int | None = Field(
         None, ge=2, description="longest prompt and answer together; empty: what prompts and max_tokens can come to"
     )
-    memory_share: float = Field(
-        0.4, gt=0, le=1, description="share of a GPU's memory that vLLM may take", json_schema_extra={"place": True}
-    )
+    memory_share: Place[float] = Field(0.4, gt=0, le=1, description="share of a GPU's memory that vLLM may take")
     cache_gb: float | None = Field(
         None, gt=0, description="key/value cache in GB; empty: what memory_share leaves (on a CPU: 1)"
     )
-    tensor_parallel: int = Field(1, ge=1, description="GPUs of one copy of the student (above 1 only verl has run)")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of one copy of the student (above 1: never run in process)")
     eager: bool = Field(False, description="no CUDA graphs, no compilation: starts faster, runs slower")
-    sleep: bool = Field(
-        False, description="free the GPU's memory between rollouts (was never run)", json_schema_extra={"place": True}
-    )
+    sleep: Place[bool] = Field(False, description="free the GPU's memory between rollouts (was never run)")
 
 
 class ServerSettings(Section):
     """The engine `server`: a vLLM server on this or another machine."""
 
-    url: ServerUrl | None = Field(None, description="the server, e.g. http://gpu1:8000", json_schema_extra={"place": True})
+    url: Place[str | None] = Field(None, description="the server, e.g. http://gpu1:8000")
     name: str | None = Field(None, description="what the server calls the student; empty: its only model")
     dtype: Dtype | None = Field(None, description="precision of the server's copy of the student; empty: models.dtype")
-    weights_folder: str | None = Field(
-        None,
-        description="folder, for this run alone, that the server sees under the same name: new weights go through it",
-        json_schema_extra={"place": True},
+    weights_folder: Place[str | None] = Field(
+        None, description="folder, for this run alone, that the server sees under the same name: new weights go through it"
     )
-    api_key_env: VariableName | None = Field(
-        None,
-        description="environment variable that holds the server's API key; empty: no key",
-        json_schema_extra={"place": True},
+    api_key_env: Place[str | None] = Field(
+        None, description="environment variable that holds the server's API key; empty: no key"
     )
-    max_in_flight: int = Field(64, ge=1, description="requests under way at once", json_schema_extra={"place": True})
-    request_timeout: float = Field(
-        1800.0, gt=0, description="seconds for one attempt at one request", json_schema_extra={"place": True}
-    )
-    patience: float = Field(
-        120.0, gt=0, description="seconds that the server may be away before the run ends", json_schema_extra={"place": True}
-    )
+    max_in_flight: Place[int] = Field(64, ge=1, description="requests under way at once")
+    request_timeout: Place[float] = Field(1800.0, gt=0, description="seconds for one attempt at one request")
+    patience: Place[float] = Field(120.0, gt=0, description="seconds that the server may be away before the run ends")
+
+    @field_validator("url")
+    @classmethod
+    def _plain_url(cls, url: str | None) -> str | None:
+        return None if url is None else _server_url(url)
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _names_a_variable(cls, name: str | None) -> str | None:
+        return _variable(name)
 
 
 class Engines(Section):
@@ -169,7 +153,7 @@ class Engines(Section):
     model_config = ConfigDict(extra="allow")
 
     vllm: VllmSettings = VllmSettings()
-    server: ServerSettings = ServerSettings()
+    server: ServerSettings = Field(default_factory=ServerSettings)
 
     @model_validator(mode="after")
     def _check_further_sections(self) -> Self:
@@ -185,10 +169,30 @@ class Engines(Section):
 
 
 def engine_type(name: str) -> type[Engine]:
-    """The engine of that name; a ValueError says what is wrong with it."""
+    """The engine of that name; a `ConfigError` says what is wrong with it."""
     from iwopd.rollout.engine import ENGINES  # late: engines import this module for their settings
 
     try:
         return ENGINES[name]
-    except (ImportError, TypeError) as error:
-        raise ValueError(str(error)) from error
+    except (LookupError, ImportError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _variable(name: str | None) -> str | None:
+    if name is not None and not name.isidentifier():
+        raise ValueError("must be the name of an environment variable, not the key itself")
+    return name
+
+
+def _server_url(url: str) -> str:
+    """Scheme, host and port (and a path if a proxy needs one), without the `/v1` that some write."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise ValueError("a server's URL looks like http://host:8000")
+    if parts.username or parts.password:
+        raise ValueError("a URL must not hold a password: put the key into an environment variable and name it: api_key_env")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -7,16 +7,19 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from iwopd.config.cluster import Cluster
-from iwopd.config.engines import RENAMED, Engines
+from iwopd.config.engines import RENAMED, Engines, engine_type
 from iwopd.config.section import ConfigError, Section
 from iwopd.config.tree import Config
+
+if TYPE_CHECKING:
+    from iwopd.rollout.engine import EngineChoice
 
 OPEN_TABLES = ("method.params", "eval.data", "teacher.others")
 """Tables whose keys are the user's."""
@@ -50,6 +53,21 @@ def make_config(values: Mapping[str, Any], where: str = "the settings") -> Confi
     except ValidationError as error:
         lines = [_explain(fault) for fault in error.errors()]
         raise ConfigError(f"{where}: " + "; ".join(lines)) from None
+
+
+def make_engine_choice(name: str, values: Mapping[str, Any], where: str) -> EngineChoice:
+    """An engine and its settings, outside a recipe and outside training."""
+    from iwopd.rollout.engine import EngineChoice  # late: it imports this package
+
+    engine = engine_type(name)
+    try:
+        settings = engine.settings_type.model_validate(values)
+        engine.check(settings, trained=False)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: " + "; ".join(_explain(fault) for fault in error.errors())) from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return EngineChoice(name, settings)
 
 
 def config_toml(config: Config) -> str:

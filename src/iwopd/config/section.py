@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails
@@ -16,6 +16,13 @@ class ConfigError(UserError, ValueError):
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+T = TypeVar("T")
+Place = Annotated[T, Field(json_schema_extra={"place": True})]
+"""Mark of a setting that says only where something is, or how it is asked, kept or shown. It may change when a run is resumed,
+and two runs that differ in it alone have the same outcome."""
+Repeat = Annotated[T, Field(json_schema_extra={"repeat": True})]
+"""Mark of a setting in which repeats of one method may differ: its seed, its length, how it is measured."""
 
 
 class Section(BaseModel):
@@ -31,6 +38,13 @@ def validate_part(section: type[Section], values: Any, name: str) -> Section:
     except ValidationError as error:
         faults = [_below(name, fault) for fault in error.errors()]
         raise ValidationError.from_exception_data(section.__name__, faults) from None
+
+
+def outcome_settings(section: Section) -> dict[str, Any]:
+    """Settings that are not the defaults and not marked as `Place`."""
+    kept = section.model_dump(mode="json", exclude_defaults=True)
+    extras = {name: info.json_schema_extra for name, info in type(section).model_fields.items()}
+    return {name: value for name, value in kept.items() if not (isinstance(extras[name], dict) and "place" in extras[name])}
 
 
 def _below(name: str, fault: Any) -> InitErrorDetails:

@@ -14,6 +14,7 @@ from iwopd.http_clients import CONNECT_SECONDS, GarbledError, client_settings, e
 from iwopd.rollout.engine import EngineError
 
 LONGEST_WAIT = 10.0
+_jitter = random.Random()  # not the global one: its state belongs to training, and to checkpoints
 
 
 class ServerError(EngineError):
@@ -53,7 +54,7 @@ class Connection:
                 reason = f"{answer.status_code} {self._hide(answer.text)}"
                 if answer.status_code < 500:
                     raise ServerError(f"the rollout server {self.url}{path} refuses: {reason}")
-            pause = wait * random.uniform(0.5, 1.0)
+            pause = wait * _jitter.uniform(0.5, 1.0)
             if time.monotonic() + pause > give_up:
                 raise ServerError(
                     f"the rollout server {self.url}{path} was away for {self.patience:g} s (engine.server.patience): {reason}"

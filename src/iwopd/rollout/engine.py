@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from iwopd.config.section import Section
 from iwopd.errors import UserError
+from iwopd.model_facts import output_rows, pad_id
 from iwopd.registry import Registry
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ class Student:
     seed: int = 0
     trained: bool = False
     """Its weights change: an engine with a copy must follow them."""
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, **more: Any) -> Self:
+        """A student that is loaded already."""
+        about = {"dtype": str(model.dtype).removeprefix("torch."), "pad_id": pad_id(tokenizer), **more}
+        return cls(lambda: model, vocab_size=len(tokenizer), rows=output_rows(model), **about)
 
     @cached_property
     def model(self) -> Any:
@@ -92,6 +99,21 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """An engine by name, with its settings."""
+
+    name: str
+    settings: Section
+
+    def open(self, student: Student) -> Engine:
+        return ENGINES[self.name](student, self.settings)
+
+
+LOCAL = EngineChoice("local", Section())
+"""The student itself, in this process."""
 
 
 def _adopt(name: str, loaded: Any, origin: str) -> type[Engine]:

@@ -19,7 +19,6 @@ from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
 from iwopd.lm import ResponseModel
-from iwopd.model_facts import output_rows, pad_id
 from iwopd.models import ModelSource, load_tokenizer, stop_ids
 from iwopd.rollout.engine import ENGINES, Engine, Student
 from iwopd.rollout.sampler import Sampler
@@ -115,16 +114,7 @@ def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ran
             f"rollout.engine = {name!r} feeds one training process, and there are {ranks.count}: start one, or set "
             "rollout.engine = 'local'"
         )
-    about = Student(
-        lambda: student,
-        vocab_size=len(tokenizer),
-        rows=output_rows(student),
-        pad_id=pad_id(tokenizer),
-        longest=longest,
-        dtype=config.models.dtype,
-        seed=config.seed,
-        trained=True,
-    )
+    about = Student.of(student, tokenizer, longest=longest, dtype=config.models.dtype, seed=config.seed, trained=True)
     return ENGINES[name](about, config.engine.of(name))
 
 
