@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -182,6 +183,30 @@ class FakeGpuEngine:
     def wake_up(self, tags: list[str]) -> None:
         self.asked.append(f"wake {tags[0]}")
 
+    # Requests: one is finished with each step, the last one first; the first token is the last one of the prompt.
+
+    waiting: ClassVar[dict[str, Any]] = {}
+
+    def add_request(self, number: str, prompt: Any, parameters: Any) -> None:
+        first, limit = prompt["prompt_token_ids"][-1], parameters["max_tokens"]
+        assert parameters["detokenize"] is False
+        self.waiting[number] = SimpleNamespace(
+            token_ids=[first] * limit,
+            logprobs=[{first: SimpleNamespace(logprob=-0.5)}] * limit,
+            finish_reason="length",
+        )
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[Any]:
+        number, output = self.waiting.popitem()
+        return [SimpleNamespace(request_id=number, outputs=[output])]
+
+    def abort_request(self, numbers: list[str]) -> None:
+        self.asked.append(f"abort {numbers}")
+        self.waiting.clear()
+
 
 def student(model: Any) -> Student:
     return Student(lambda: model, vocab_size=21, rows=21, longest=64)
@@ -192,7 +217,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.import_module
 
     def fake(name: str) -> Any:
-        return type("Vllm", (), {"LLM": FakeGpuEngine}) if name == "vllm" else real(name)
+        kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"))
+        vllm = SimpleNamespace(LLM=FakeGpuEngine, SamplingParams=dict, sampling_params=kinds)
+        return vllm if name == "vllm" else real(name)
 
     monkeypatch.setattr("iwopd.rollout.vllm.importlib.import_module", fake)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -227,6 +254,31 @@ def test_an_engine_that_stays_awake_syncs_changes_only(fake_gpu: None) -> None:
         model.model.norm.weight += 1
     engine.update_weights()
     assert engine.llm.asked.count("reload_weights from a folder") == 2
+    engine.close()
+
+
+def test_requests_to_vllm_come_back_as_rollouts(fake_gpu: None) -> None:
+    """A mock: there is no GPU here. Answers come in any order; one that fails takes the others back."""
+    engine = VllmEngine(student(make_model("qwen3")), VllmSettings(sleep=True))
+    sampler = engine.sampler(SamplingSettings(3))
+    prompts = [Prompt("a", (2, 5)), Prompt("b", (3, 6))]
+    heard: list[int] = []
+    rollouts = sampler.sample(
+        prompts, seed=0, step=1, samples=2, max_tokens=[1, 3], finished=lambda place, rollout: heard.append(place)
+    )
+    assert [rollout.response_ids.tolist() for rollout in rollouts] == [[5], [5], [6, 6, 6], [6, 6, 6]]
+    assert [(rollout.prompt.id, rollout.sample) for rollout in rollouts] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert rollouts[3].rollout_logprobs.tolist() == [-0.5] * 3
+    assert heard == [3, 2, 1, 0]
+    assert engine.llm.asked[-1] == "sleep 2"
+
+    def fail(place: int, rollout: Any) -> None:
+        raise ArithmeticError("the teacher is gone")
+
+    with pytest.raises(ArithmeticError):
+        sampler.sample(prompts, seed=0, step=1, finished=fail)
+    assert engine.llm.asked[-1] == "abort ['0']"
+    assert (sampler.context, sampler.vocab_size) == (64, 21)
     engine.close()
 
 

@@ -42,9 +42,9 @@ def validate_part(section: type[Section], values: Any, name: str) -> Section:
 
 def outcome_settings(section: Section) -> dict[str, Any]:
     """Settings that are not the defaults and not marked as `Place`."""
-    kept = section.model_dump(mode="json", exclude_defaults=True)
-    extras = {name: info.json_schema_extra for name, info in type(section).model_fields.items()}
-    return {name: value for name, value in kept.items() if not (isinstance(extras[name], dict) and "place" in extras[name])}
+    marks = {name: info.json_schema_extra for name, info in type(section).model_fields.items()}
+    places = {name for name, mark in marks.items() if isinstance(mark, dict) and mark.get("place")}
+    return section.model_dump(mode="json", exclude_defaults=True, exclude=places)
 
 
 def _below(name: str, fault: Any) -> InitErrorDetails:

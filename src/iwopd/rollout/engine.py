@@ -43,8 +43,6 @@ class Student:
     dtype: str = "float32"
     """Precision in which the model is loaded."""
     seed: int = 0
-    trained: bool = False
-    """Its weights change: an engine with a copy must follow them."""
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, **more: Any) -> Self:

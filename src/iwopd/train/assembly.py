@@ -114,7 +114,7 @@ def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ran
             f"rollout.engine = {name!r} feeds one training process, and there are {ranks.count}: start one, or set "
             "rollout.engine = 'local'"
         )
-    about = Student.of(student, tokenizer, longest=longest, dtype=config.models.dtype, seed=config.seed, trained=True)
+    about = Student.of(student, tokenizer, longest=longest, dtype=config.models.dtype, seed=config.seed)
     return ENGINES[name](about, config.engine.of(name))
 
 
