@@ -63,7 +63,7 @@ def run(engine: str, seed: int, steps: int, folder: Path) -> dict[str, list[floa
 
             variables |= testing.environment()
             command += ["--engine", "verl", "--cluster.gpus_per_node", "3", "--cluster.teacher_gpus", "1"]
-            command += ["--vllm.tensor_parallel", "2"]
+            command += ["--engine.vllm.tensor_parallel", "2"]
         print(f"running {target.name}", flush=True)
         subprocess.run(command, env=variables, check=True)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]

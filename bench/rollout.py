@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iwopd.rollout import LocalSampler, SamplingSettings
+from iwopd.rollout.local import LocalSampler
+from iwopd.rollout.sampling import SamplingSettings
 from iwopd.types import Prompt
 
 BARS = {"model": 1.5, "lean": 2.5}

@@ -145,7 +145,7 @@ steps = {steps}
 world = "clean"
 [rollout]
 prompts_per_step = 16
-[vllm]
+[engine.vllm]
 tensor_parallel = 2
 [optim]
 lr = 0.0003

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from iwopd.rollout.engine import Student
 from models import byte_tokenizer
 
 IDS, ROWS = 258, 270
@@ -53,6 +54,11 @@ def save_model(folder: Path, seed: int, **options: Any) -> Path:
     make_model(seed, **options).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def about(model: Any, **more: Any) -> Student:
+    """The model as engines want it."""
+    return Student(lambda: model, vocab_size=IDS, rows=ROWS, **more)
 
 
 @contextmanager
@@ -110,7 +116,7 @@ def training_settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "models": {"student": str(folder / "student"), "teacher": str(folder / "teacher")},
         "data": {"prompts": str(folder / "prompts.jsonl"), "max_prompt_tokens": 64},
         "rollout": {"engine": "vllm", "prompts_per_step": 12, "max_tokens": 24, "samples": 2},
-        "vllm": {"eager": True},
+        "engine": {"vllm": {"eager": True}},
         "optim": {"lr": 3e-3},
         "checkpoint": {"every": 2},
         "method": {"weights": "cumulative-share"},

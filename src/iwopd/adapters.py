@@ -90,10 +90,28 @@ def base_fingerprint(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Layers with a LoRA adapter, by name."""
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "get_delta_weight")]
+
+
+@torch.no_grad()
+def merged_weight(layer: Any) -> Tensor:
+    """The weight of a LoRA layer with its active adapters added; the sum is taken in float32 at least."""
+    weight: Tensor = layer.base_layer.weight.detach()
+    total = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            total = total + layer.get_delta_weight(name)
+    return total.to(weight.dtype)
+
+
 def merge(base: Any, adapter_folder: Path) -> Any:
     """`base` with the adapter of a folder added into its weights: a plain model again."""
-    merged: Any = _peft().PeftModel.from_pretrained(base, str(adapter_folder)).merge_and_unload(safe_merge=True)
-    return merged
+    adapted: Any = _peft().PeftModel.from_pretrained(base, str(adapter_folder))
+    for _, layer in adapter_layers(adapted):
+        layer.base_layer.weight.data = merged_weight(layer)
+    return adapted.unload()
 
 
 def quantization(lora: Lora) -> Any:

@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,15 @@ from transformers import AutoModelForCausalLM
 
 from iwopd import tiny
 from iwopd.analysis.handoff import handoff
+from iwopd.commands.engine_options import engine_choice
 from iwopd.config import ConfigError, make_config
 from iwopd.eval.runner import evaluate
 from iwopd.eval.statistics import Interval, bootstrap_interval
 from iwopd.eval.task import Task, one_by_one
 from iwopd.methods import METHODS, TITLES
 from iwopd.report import write_report
-from iwopd.rollout.local import LocalSampler
+from iwopd.rollout.engine import LOCAL, EngineChoice, Student
+from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.train.many import Job, run_all
 from iwopd.train.progress import pretraining_progress
@@ -59,15 +63,16 @@ def run_demo(options: argparse.Namespace) -> int:
     console = Console(stderr=options.json)
     names = [name.strip() for name in options.methods.split(",") if name.strip()]
     _check(options, names)
+    engine = engine_choice(options)
     with pretraining_progress() as progress:
         recipe = tiny.world_recipe(options.world or tiny.DEFAULT_WORLD, lineage=options.lineage)
         world = tiny.open_world(recipe, refresh=options.refresh, progress=progress)
-    jobs = _prepare(options, names)
+    jobs = _prepare(options, names, engine)
     folders = {key: job.folder for key, job in jobs.items()}
     torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
     run_all(list(jobs.values()), at_a_time=options.jobs, console=console)
-    base, rollouts = _accuracy(world, "student", options.first_seed)
-    teacher, _ = _accuracy(world, "teacher", options.first_seed)
+    base, rollouts = _accuracy(world, world.student, options.first_seed, engine)
+    teacher, _ = _accuracy(world, world.teacher, options.first_seed)
     curve = _handoff(world, rollouts)
     results = _collect(folders)
     page = _report(options, folders, base, teacher, curve)
@@ -98,7 +103,7 @@ def _check(options: argparse.Namespace, names: list[str]) -> None:
         raise ConfigError(f"{out} holds something that is not a demo's; choose another directory with --out")
 
 
-def _prepare(options: argparse.Namespace, names: list[str]) -> dict[tuple[str, int], Job]:
+def _prepare(options: argparse.Namespace, names: list[str], engine: EngineChoice) -> dict[tuple[str, int], Job]:
     """The runs, in fresh directories."""
     if options.out.exists():
         shutil.rmtree(options.out)
@@ -111,28 +116,32 @@ def _prepare(options: argparse.Namespace, names: list[str]) -> dict[tuple[str, i
             settings |= {"seed": seed, "steps": options.steps, "threads": 1, "method": METHODS[name]}
             settings["models"] |= {"lineage": options.lineage}
             settings["tracking"] = {"console": "off"}
+            settings["rollout"] |= {"engine": engine.name}
+            settings["engine"] = {engine.name: engine.settings.model_dump(exclude_unset=True)}
             folder = options.out / f"{name}-seed{seed}"
             jobs[name, seed] = Job(f"{TITLES[name]}, seed {seed}", folder, make_config(settings))
     return jobs
 
 
-def _sampler(world: tiny.World, folder: Path) -> LocalSampler:
+@contextmanager
+def _sampler(world: tiny.World, folder: Path, engine: EngineChoice = LOCAL) -> Iterator[Sampler]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = world.tokenizer
-    settings = SamplingSettings(world.max_response_tokens, stop_ids={tokenizer.eos_token_id})
-    return LocalSampler(model, settings, pad_id=tokenizer.pad_token_id, vocab_size=len(tokenizer))
+    student = Student.of(model, tokenizer)
+    with engine.open(student) as opened:
+        yield opened.sampler(SamplingSettings(world.max_response_tokens, stop_ids={tokenizer.eos_token_id}))
 
 
-def _accuracy(world: tiny.World, who: str, seed: int) -> tuple[Interval, list[Rollout]]:
-    sampler = _sampler(world, getattr(world, who))
+def _accuracy(world: tiny.World, folder: Path, seed: int, engine: EngineChoice = LOCAL) -> tuple[Interval, list[Rollout]]:
     task = Task("tiny", world.eval_prompts(EVAL_PROMPTS), one_by_one(world.check))
-    evaluation = evaluate(task, lambda prompts: sampler.sample(prompts, seed=seed, step=0), world.tokenizer)
+    with _sampler(world, folder, engine) as sampler:
+        evaluation = evaluate(task, lambda prompts: sampler.sample(prompts, seed=seed, step=0), world.tokenizer)
     return _percent(bootstrap_interval(evaluation.result.scores)), evaluation.rollouts
 
 
 def _handoff(world: tiny.World, rollouts: list[Rollout]) -> dict[float, Interval]:
-    teacher = _sampler(world, world.teacher)
-    scores = handoff(rollouts, teacher, world.tokenizer, world.check, fractions=FRACTIONS)
+    with _sampler(world, world.teacher) as teacher:
+        scores = handoff(rollouts, teacher, world.tokenizer, world.check, fractions=FRACTIONS)
     return {fraction: _percent(bootstrap_interval(score)) for fraction, score in scores.items()}
 
 

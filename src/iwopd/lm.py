@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from iwopd import algo
 from iwopd.algo.objectives import StudentTokens
-from iwopd.lean import LeanModel, has_adapters, lean_obstacle
+from iwopd.lean_model import LeanModel, has_adapters, lean_obstacle
 from iwopd.own_head import own_logprobs, picked_logprobs
 from iwopd.packing import enable_packing, packed_inputs
 from iwopd.types import Rollout, TokenBatch

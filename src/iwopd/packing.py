@@ -22,6 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from iwopd.modes import eval_mode
+
 ATTENTION = "iwopd_packed"
 """The name of `attend` among transformers' attention functions."""
 TOLERANCE = 1e-4
@@ -150,16 +152,11 @@ def _tried_out(model: Any, vocab_size: int | None) -> str | None:
         generator=torch.Generator().manual_seed(0),
     ).to(device)
     half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.autocast(device.type, enabled=False):
-            inputs = packed_inputs(model, ids, lengths.to(device))
-            packed = model.base_model(**inputs).last_hidden_state[0]
-            rows = ids.split(lengths.tolist())
-            single = torch.cat([model.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows])
-    finally:
-        model.train(was_training)
+    with eval_mode(model), torch.autocast(device.type, enabled=False):
+        inputs = packed_inputs(model, ids, lengths.to(device))
+        packed = model.base_model(**inputs).last_hidden_state[0]
+        rows = ids.split(lengths.tolist())
+        single = torch.cat([model.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows])
     difference = float((packed - single).abs().max() / single.abs().max())
     if difference <= (TOLERANCE_HALF if half else TOLERANCE):
         return None

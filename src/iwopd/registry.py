@@ -37,6 +37,7 @@ class Registry(Mapping[str, Item], Generic[Item]):
         """`kind` is what messages call an item ("weight rule"), `group` the group of entry points."""
         self.kind, self.group, self._adopt = kind, group, adopt
         self._items: dict[str, Item] = {}
+        self._declared: dict[str, EntryPoint] = {}
         self._plugins: dict[str, EntryPoint] | None = None
 
     def add(self, name: str, item: Item) -> None:
@@ -44,19 +45,25 @@ class Registry(Mapping[str, Item], Generic[Item]):
             raise ValueError(f"{self.kind} {name!r} is registered already")
         self._items[name] = item
 
+    def declare(self, name: str, where: str) -> None:
+        """Add a built-in item by its place (`package.module:name`); it is imported when it is first asked for."""
+        if name in self._items or name in self._declared:
+            raise ValueError(f"{self.kind} {name!r} is registered already")
+        self._declared[name] = EntryPoint(name, where, self.group)
+
     def __getitem__(self, name: str) -> Item:
         if name not in self._items:
-            plugin = self._found_plugins().get(name)
-            if plugin is None:
+            entry = self._declared.get(name) or self._found_plugins().get(name)
+            if entry is None:
                 raise UnknownNameError(f"unknown {self.kind} {name!r}{suggestion(name, list(self))}")
-            self._items[name] = self._load(plugin)
+            self._items[name] = self._load(entry)
         return self._items[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._items or name in self._found_plugins()
+        return name in self._items or name in self._declared or name in self._found_plugins()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._items, *self._found_plugins()]))
+        return iter(dict.fromkeys([*self._declared, *self._items, *self._found_plugins()]))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -65,7 +72,7 @@ class Registry(Mapping[str, Item], Generic[Item]):
         if self._plugins is None:
             self._plugins = {}
             for entry in entry_points(group=self.group):
-                if entry.name in self._items or entry.name in self._plugins:
+                if entry.name in self._items or entry.name in self._declared or entry.name in self._plugins:
                     warnings.warn(f"{self.kind} {entry.name!r} of {entry.value} is ignored: the name is taken", stacklevel=3)
                 else:
                     self._plugins[entry.name] = entry

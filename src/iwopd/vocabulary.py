@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from iwopd.model_facts import output_rows
 from iwopd.models import ModelError, ModelSource, brings_tokenizer, load_tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -70,11 +71,6 @@ def check_same_tokenizer(tokenizer: Any, other: str | Path | ModelSource, *, tru
             f"{agreement.example} {other} ({len(agreement.wrong):,} of {agreement.ids:,} ids differ): their "
             "tokenizers differ, so the teacher would score other texts than the student wrote; choose a pair of one family"
         )
-
-
-def output_rows(model: Any) -> int:
-    """Ids that a model has a logit for, real or not."""
-    return int(model.get_output_embeddings().weight.shape[0])
 
 
 def check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:

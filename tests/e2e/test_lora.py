@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from iwopd import adapters, lean
+from iwopd import adapters, lean_model
 from iwopd.adapters import adapter_off, add_adapter, base_fingerprint
 from iwopd.cli import main
 from iwopd.config import Lora, make_config
+from iwopd.lean_model import lean_obstacle
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.models import ModelError
-from iwopd.rollout import LocalSampler, SamplingSettings, lean_obstacle
+from iwopd.rollout.local import LocalSampler
+from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher import LocalScorer
 from iwopd.train.assembly import assemble
 from iwopd.train.checkpoint import CheckpointError
@@ -71,7 +73,7 @@ def test_the_lean_path_leaves_what_it_cannot_read() -> None:
 
 
 def test_an_adapter_in_a_large_model_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lean, "COPY_BYTES", 1000)
+    monkeypatch.setattr(lean_model, "COPY_BYTES", 1000)
     assert "too large" in str(lean_obstacle(adapted()))
 
 

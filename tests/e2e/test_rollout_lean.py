@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from iwopd import lean
+from iwopd import lean_model
+from iwopd.lean_model import lean_obstacle
 from iwopd.lm import ResponseModel, Sequences
-from iwopd.rollout import LocalSampler, SamplingSettings, lean_obstacle
-from iwopd.rollout import lean as decoder_room
-from iwopd.rollout.lean import LeanDecoder
+from iwopd.rollout import lean_decoder as decoder_room
+from iwopd.rollout.lean_decoder import LeanDecoder
+from iwopd.rollout.local import LocalSampler
+from iwopd.rollout.sampling import SamplingSettings
 from iwopd.types import Prompt
 
 transformers = pytest.importorskip("transformers")
@@ -82,7 +84,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_logits_are_the_models_own(name: str, copies: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of various lengths, of which some leave, some join, the cache grows and moves; float32 to 1e-5."""
     if not copies:
-        monkeypatch.setattr(lean, "COPY_BYTES", 0)
+        monkeypatch.setattr(lean_model, "COPY_BYTES", 0)
     monkeypatch.setattr(decoder_room, "FIRST_COLUMNS", 2)
     family, options = MODELS[name]
     model = build(family, **options)

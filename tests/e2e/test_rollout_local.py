@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from iwopd.rollout import LocalSampler, SamplingSettings, local
+from iwopd.rollout import local
 from iwopd.rollout.decoding import ModelDecoder
-from iwopd.rollout.lean import LeanDecoder
+from iwopd.rollout.lean_decoder import LeanDecoder
+from iwopd.rollout.local import LocalSampler
+from iwopd.rollout.sampling import SamplingSettings
 from iwopd.types import Prompt, Rollout
 
 transformers = pytest.importorskip("transformers")

@@ -186,7 +186,7 @@ def test_pools_come_out_even() -> None:
     with pytest.raises(PlanError, match="no split of 2 x 8"):
         list(layouts(job(rollout__prompts_per_step=7), GPUS["h100"], 2, 8))
     with pytest.raises(PlanError, match=r"vllm\.tensor_parallel"):
-        list(layouts(job(vllm__tensor_parallel=3), GPUS["h100"], 1, 8))
+        list(layouts(job(engine__vllm__tensor_parallel=3), GPUS["h100"], 1, 8))
 
 
 def test_the_papers_cluster() -> None:
@@ -236,7 +236,7 @@ def test_more_of_what_counts_costs_more() -> None:
     longer = step_time(replace(base, answer=8192.0), layout, TYPICAL)
     assert longer.rollout > usual.rollout
     assert longer.update > 1.9 * usual.update
-    small = next(found for found in layouts(job(vllm__memory_share=0.2), gpu, 4, 8) if found.teacher_gpus == 16)
+    small = next(found for found in layouts(job(engine__vllm__memory_share=0.2), gpu, 4, 8) if found.teacher_gpus == 16)
     assert small.cache_tokens < 0.5 * layout.cache_tokens
     held_up = step_time(base, small, TYPICAL)
     assert held_up.rollout > 1.2 * usual.rollout
@@ -259,7 +259,7 @@ def test_a_gpu_of_ones_own() -> None:
     assert server.job.teacher is None
     assert server.layout.needs[0].parts["teacher"] == 0
     assert server.typical.teacher == 0
-    asleep = make_plan(job(recipe, rollout__engine="vllm", vllm__sleep=True), GPUS["h100"], 1, 1)
+    asleep = make_plan(job(recipe, rollout__engine="vllm", engine__vllm__sleep=True), GPUS["h100"], 1, 1)
     awake = make_plan(job(recipe, rollout__engine="vllm"), GPUS["h100"], 1, 1)
     assert asleep.layout.needs[0].needed < awake.layout.needs[0].needed
     assert awake.typical.rollout < alone.typical.rollout

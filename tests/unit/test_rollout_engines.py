@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,10 +20,12 @@ from safetensors.torch import load_file
 
 from iwopd import algo
 from iwopd.config import ConfigError, make_config
-from iwopd.rollout.http import Connection, ServerError
-from iwopd.rollout.requests import Vocabulary, read_rollout, request_fields, request_seed
+from iwopd.config.engines import VllmSettings
+from iwopd.rollout.connection import Connection, ServerError
+from iwopd.rollout.engine import Student
+from iwopd.rollout.requests import Answer, Vocabulary, read_rollout, request_fields, request_seed
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
-from iwopd.rollout.vllm import EngineOptions, VllmEngine, VllmError
+from iwopd.rollout.vllm import VllmEngine, VllmError
 from iwopd.rollout.weights import WeightSyncError, checkpoint_weights, save_weights, weights_version
 from iwopd.types import Prompt
 from models import make_model
@@ -64,14 +68,15 @@ def test_seeds_differ_and_are_not_negative() -> None:
 )
 def test_odd_answers_are_refused(ids: Any, logprobs: Any, reason: str, words: str) -> None:
     with pytest.raises(SamplingError, match=words):
-        read_rollout(PROMPT, 0, ids, logprobs, reason, SETTINGS, WORDS)
+        read_rollout(PROMPT, 0, Answer(ids, logprobs, reason), 3, SETTINGS.stop_ids, WORDS)
 
 
 def test_good_answers_become_rollouts() -> None:
-    ended = read_rollout(PROMPT, 2, [4, 1], [-0.5, -0.25], "stop", SETTINGS, WORDS)
+    ended = read_rollout(PROMPT, 2, Answer([4, 1], [-0.5, -0.25], "stop"), 3, SETTINGS.stop_ids, WORDS)
     assert (ended.stop_reason, ended.sample, ended.response_ids.tolist()) == ("eos", 2, [4, 1])
     assert ended.rollout_logprobs.tolist() == [-0.5, -0.25]
-    assert read_rollout(PROMPT, 0, [4, 5, 6], [-1.0] * 3, "length", SETTINGS, WORDS).stop_reason == "length"
+    cut_off = read_rollout(PROMPT, 0, Answer([4, 5, 6], [-1.0] * 3, "length"), 3, SETTINGS.stop_ids, WORDS)
+    assert cut_off.stop_reason == "length"
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -178,13 +183,43 @@ class FakeGpuEngine:
     def wake_up(self, tags: list[str]) -> None:
         self.asked.append(f"wake {tags[0]}")
 
+    # Requests: one is finished with each step, the last one first; the first token is the last one of the prompt.
+
+    waiting: ClassVar[dict[str, Any]] = {}
+
+    def add_request(self, number: str, prompt: Any, parameters: Any) -> None:
+        first, limit = prompt["prompt_token_ids"][-1], parameters["max_tokens"]
+        assert parameters["detokenize"] is False
+        self.waiting[number] = SimpleNamespace(
+            token_ids=[first] * limit,
+            logprobs=[{first: SimpleNamespace(logprob=-0.5)}] * limit,
+            finish_reason="length",
+        )
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[Any]:
+        number, output = self.waiting.popitem()
+        return [SimpleNamespace(request_id=number, outputs=[output])]
+
+    def abort_request(self, numbers: list[str]) -> None:
+        self.asked.append(f"abort {numbers}")
+        self.waiting.clear()
+
+
+def student(model: Any) -> Student:
+    return Student(lambda: model, vocab_size=21, rows=21, longest=64)
+
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.import_module
 
     def fake(name: str) -> Any:
-        return type("Vllm", (), {"LLM": FakeGpuEngine}) if name == "vllm" else real(name)
+        kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"))
+        vllm = SimpleNamespace(LLM=FakeGpuEngine, SamplingParams=dict, sampling_params=kinds)
+        return vllm if name == "vllm" else real(name)
 
     monkeypatch.setattr("iwopd.rollout.vllm.importlib.import_module", fake)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -193,16 +228,16 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sleeping_engine_gets_weights_before_its_cache(fake_gpu: None) -> None:
     """A mock: there is no GPU here. Level 2 forgets the weights, so they must come at every waking, changed or not."""
     model = make_model("qwen3")
-    engine = VllmEngine(model, EngineOptions(max_model_len=64, sleep=True))
+    engine = VllmEngine(student(model), VllmSettings(sleep=True))
     assert engine.llm.arguments["enable_sleep_mode"]
     count = len(dict(checkpoint_weights(model)))
     first = [f"reload_weights from {count} tensors", "reset_prefix_cache"]
-    engine.ready()
-    engine.rest()
-    engine.rest()
+    engine.update_weights()
+    engine._rest()
+    engine._rest()
     assert engine.llm.asked == [*first, "sleep 2"]
-    engine.ready()
-    engine.ready()
+    engine.update_weights()
+    engine.update_weights()
     assert engine.llm.asked == [*first, "sleep 2", "wake weights", *first, "wake kv_cache"]
     engine.close()
 
@@ -210,22 +245,47 @@ def test_a_sleeping_engine_gets_weights_before_its_cache(fake_gpu: None) -> None
 def test_an_engine_that_stays_awake_syncs_changes_only(fake_gpu: None) -> None:
     """A mock: there is no GPU here."""
     model = make_model("qwen3")
-    engine = VllmEngine(model, EngineOptions(max_model_len=64, tensor_parallel=2))
+    engine = VllmEngine(student(model), VllmSettings(tensor_parallel=2))
     for _ in range(2):
-        engine.ready()
-        engine.rest()
+        engine.update_weights()
+        engine._rest()
     assert engine.llm.asked == ["reload_weights from a folder", "reset_prefix_cache"]
     with torch.no_grad():
         model.model.norm.weight += 1
-    engine.ready()
+    engine.update_weights()
     assert engine.llm.asked.count("reload_weights from a folder") == 2
+    engine.close()
+
+
+def test_requests_to_vllm_come_back_as_rollouts(fake_gpu: None) -> None:
+    """A mock: there is no GPU here. Answers come in any order; one that fails takes the others back."""
+    engine = VllmEngine(student(make_model("qwen3")), VllmSettings(sleep=True))
+    sampler = engine.sampler(SamplingSettings(3))
+    prompts = [Prompt("a", (2, 5)), Prompt("b", (3, 6))]
+    heard: list[int] = []
+    rollouts = sampler.sample(
+        prompts, seed=0, step=1, samples=2, max_tokens=[1, 3], finished=lambda place, rollout: heard.append(place)
+    )
+    assert [rollout.response_ids.tolist() for rollout in rollouts] == [[5], [5], [6, 6, 6], [6, 6, 6]]
+    assert [(rollout.prompt.id, rollout.sample) for rollout in rollouts] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert rollouts[3].rollout_logprobs.tolist() == [-0.5] * 3
+    assert heard == [3, 2, 1, 0]
+    assert engine.llm.asked[-1] == "sleep 2"
+
+    def fail(place: int, rollout: Any) -> None:
+        raise ArithmeticError("the teacher is gone")
+
+    with pytest.raises(ArithmeticError):
+        sampler.sample(prompts, seed=0, step=1, finished=fail)
+    assert engine.llm.asked[-1] == "abort ['0']"
+    assert (sampler.context, sampler.vocab_size) == (64, 21)
     engine.close()
 
 
 def test_without_vllm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # so that it is missing in its own environment, too
     with pytest.raises(VllmError, match=r"pip install 'iwopd\[vllm\]'"):
-        VllmEngine(make_model("qwen3"), EngineOptions(max_model_len=64))
+        VllmEngine(student(make_model("qwen3")), VllmSettings())
 
 
 # --- settings and numbers --------------------------------------------------------------------------------------------
@@ -235,11 +295,15 @@ def test_without_vllm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     ("changes", "words"),
     [
         ({"rollout": {"engine": "vllm", "top_k": 5}}, "rollout.top_k 5"),
-        ({"rollout": {"engine": "server"}}, "needs vllm.url"),
-        ({"rollout": {"engine": "server"}, "vllm": {"url": "http://a:1"}}, "vllm.weights_folder"),
-        ({"vllm": {"url": "gpu1:8000"}}, "http://host:8000"),
-        ({"vllm": {"url": "http://me:secret@gpu1:8000"}}, "vllm.api_key_env"),
-        ({"vllm": {"api_key_env": "sk-123"}}, "not the key itself"),
+        ({"rollout": {"engine": "server"}}, "needs engine.server.url"),
+        ({"rollout": {"engine": "server"}, "engine": {"server": {"url": "http://a:1"}}}, "engine.server.weights_folder"),
+        ({"engine": {"server": {"url": "gpu1:8000"}}}, "http://host:8000"),
+        ({"engine": {"server": {"url": "http://me:secret@gpu1:8000"}}}, "name it: api_key_env$"),
+        ({"engine": {"server": {"api_key_env": "sk-123"}}}, "not the key itself$"),
+        ({"rollout": {"engine": "vlm"}}, "unknown rollout engine 'vlm'; did you mean 'vllm'. choices: local, vllm, server"),
+        ({"engine": {"vlm": {"dtype": "float32"}}}, "engine: unknown rollout engine 'vlm'"),
+        ({"engine": {"vllm": {"memory_shar": 0.5}}}, "did you mean 'engine.vllm.memory_share'"),
+        ({"engine": {"local": {"dtype": "float32"}}}, "engine.local.dtype: there is no such setting"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: Any, words: str) -> None:
@@ -317,7 +381,15 @@ def test_a_refusal_is_final_and_shows_no_key(monkeypatch: pytest.MonkeyPatch) ->
 def test_patience_ends() -> None:
     with answering() as (url, _):
         pass
-    with pytest.raises(ServerError, match=r"was away for 1 s \(vllm.patience\)"):
+    with pytest.raises(ServerError, match=r"was away for 1 s \(engine.server.patience\)"):
         Connection(url, patience=1).post("/v1/x", {})
     with answering((200, "<html>")) as (url, _), pytest.raises(ServerError, match="no JSON"):
         Connection(url).post("/v1/x", {})
+
+
+def test_waiting_for_a_server_leaves_the_checkpointed_random_state_alone() -> None:
+    """Python's global generator is saved with checkpoints: how often a server was away must not change a run."""
+    state = random.getstate()
+    with answering((503, "busy"), (200, "{}")) as (url, _):
+        Connection(url, patience=30).post("/v1/x", {})
+    assert random.getstate() == state

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from iwopd.rollout.vllm import EngineOptions, VllmEngine
-from vllm_support import make_model, run_server, save_model
+from iwopd.config.engines import VllmSettings
+from iwopd.rollout.vllm import VllmEngine
+from vllm_support import about, make_model, run_server, save_model
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +29,7 @@ def vllm_server(vllm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[VllmEngine]:
     """An engine in this process, with a student of its own: 258 ids, 270 rows, tied embeddings."""
-    started = VllmEngine(make_model(seed=1), EngineOptions(max_model_len=256, eager=True))
+    started = VllmEngine(about(make_model(seed=1)), VllmSettings(max_model_len=256, eager=True))
     yield started
     started.close()
 
@@ -36,6 +37,7 @@ def engine() -> Iterator[VllmEngine]:
 @pytest.fixture
 def student(engine: VllmEngine) -> Iterator[Any]:
     """The engine's student; its weights are brought back after the test."""
-    before = {name: values.clone() for name, values in engine.student.state_dict().items()}
-    yield engine.student
-    engine.student.load_state_dict(before)
+    model = engine.student.model
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    yield model
+    model.load_state_dict(before)

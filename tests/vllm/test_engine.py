@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from iwopd.config.engines import VllmSettings
+from iwopd.rollout.requests import RequestSampler, Vocabulary
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
-from iwopd.rollout.vllm import EngineOptions, VllmEngine, VllmError, VllmSampler
+from iwopd.rollout.vllm import VllmEngine, VllmError
 from iwopd.teacher.local import LocalScorer
 from iwopd.types import Prompt, Rollout
 from vllm_support import IDS, ROWS
@@ -26,8 +28,10 @@ def prompts(count: int = 6, length: int = 9) -> list[Prompt]:
     ]
 
 
-def sampler(engine: VllmEngine, temperature: float = 1.0, max_tokens: int = 24, stop_ids: Sequence[int] = (1,)) -> VllmSampler:
-    return VllmSampler(engine, SamplingSettings(max_tokens, temperature, stop_ids=stop_ids), vocab_size=IDS)
+def sampler(
+    engine: VllmEngine, temperature: float = 1.0, max_tokens: int = 24, stop_ids: Sequence[int] = (1,)
+) -> RequestSampler:
+    return engine.sampler(SamplingSettings(max_tokens, temperature, stop_ids=stop_ids))
 
 
 def worst(rollouts: list[Rollout], model: Any, temperature: float = 1.0) -> float:
@@ -46,7 +50,7 @@ def test_sampled_logprobs_agree_with_transformers(engine: VllmEngine, student: A
 
 def test_prompt_scores_agree_with_transformers(engine: VllmEngine, student: Any) -> None:
     vllm: Any = importlib.import_module("vllm")
-    engine.ready()
+    engine.update_weights()
     ids = [prompt.token_ids for prompt in prompts(length=40)]
     parameters = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     results = engine.llm.generate([{"prompt_token_ids": list(row)} for row in ids], parameters, use_tqdm=False)
@@ -83,8 +87,10 @@ def test_padded_ids_are_impossible(engine: VllmEngine, student: Any) -> None:
         rollouts = sampler(engine, temperature, stop_ids=()).sample(prompts(), seed=0, step=1, samples=4)
         assert max(int(rollout.response_ids.max()) for rollout in rollouts) < IDS
         assert worst(rollouts, student, temperature) < TOLERANCE
-    loose = VllmSampler(engine, SamplingSettings(24), vocab_size=ROWS).sample(prompts(), seed=0, step=1, samples=4)
-    assert max(int(rollout.response_ids.max()) for rollout in loose) >= IDS  # the test could have failed
+    loose = engine.sampler(SamplingSettings(24))
+    loose.vocabulary = Vocabulary(ROWS, ROWS)
+    drawn = loose.sample(prompts(), seed=0, step=1, samples=4)
+    assert max(int(rollout.response_ids.max()) for rollout in drawn) >= IDS  # the test could have failed
 
 
 def test_rollouts_depend_on_their_coordinates_alone(engine: VllmEngine, student: Any) -> None:
@@ -113,6 +119,13 @@ def test_stops_and_limits(engine: VllmEngine, student: Any) -> None:
         assert rollout.stop_reason == "eos" or len(rollout) == 12
 
 
+def test_each_prompt_may_have_a_limit_of_its_own(engine: VllmEngine, student: Any) -> None:
+    limits = [1, 2, 3, 4, 5, 6]
+    rollouts = sampler(engine, stop_ids=()).sample(prompts(), seed=0, step=1, max_tokens=limits)
+    assert [len(rollout) for rollout in rollouts] == limits
+    assert worst(rollouts, student) < TOLERANCE
+
+
 def test_draws_follow_the_distribution(engine: VllmEngine, student: Any) -> None:
     """4,000 first tokens against their probabilities: chi-square stays within five standard deviations."""
     prompt = prompts()[0]
@@ -138,7 +151,7 @@ def test_draws_follow_the_distribution(engine: VllmEngine, student: Any) -> None
 )
 def test_settings_whose_logprobs_would_be_others_are_refused(engine: VllmEngine, settings: Any, words: str) -> None:
     with pytest.raises(SamplingError, match=words):
-        VllmSampler(engine, SamplingSettings(8, **settings), vocab_size=IDS)
+        engine.sampler(SamplingSettings(8, **settings))
 
 
 def test_what_does_not_fit_is_refused(engine: VllmEngine) -> None:
@@ -147,7 +160,7 @@ def test_what_does_not_fit_is_refused(engine: VllmEngine) -> None:
     with pytest.raises(SamplingError, match="has id 300"):
         sampler(engine).sample([Prompt("odd", (2, 300))], seed=0, step=1)
     with pytest.raises(VllmError, match="no GPU"):
-        VllmEngine(engine.student, EngineOptions(max_model_len=256, sleep=True))
+        VllmEngine(engine.student, VllmSettings(max_model_len=256, sleep=True))
 
 
 def test_the_trainer_keeps_its_threads(engine: VllmEngine) -> None:

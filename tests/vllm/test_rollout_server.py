@@ -11,14 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from iwopd.config import make_config
-from iwopd.rollout.http import Connection, ServerError
+from iwopd.config.engines import ServerSettings
+from iwopd.rollout.connection import ServerError
+from iwopd.rollout.engine import Student
 from iwopd.rollout.sampling import SamplingSettings
-from iwopd.rollout.server import RolloutServer, ServerSampler
+from iwopd.rollout.server import ServerEngine
 from iwopd.rollout.weights import WeightSyncError
 from iwopd.teacher.local import LocalScorer
 from iwopd.train.run import run_training
 from iwopd.types import Prompt, Rollout
-from vllm_support import IDS, ROWS, run_server, save_model, training_metrics, training_settings
+from vllm_support import IDS, ROWS, about, run_server, save_model, training_metrics, training_settings
 
 TOLERANCE = 1e-4
 PROMPTS = [Prompt(f"p{number}", tuple((number + place) % 200 + 2 for place in range(40 + number))) for number in range(6)]
@@ -42,6 +44,15 @@ def student(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+def static(url: str, vocab_size: int, name: str | None = None) -> ServerEngine:
+    """A server that keeps its own weights: nothing is loaded here."""
+
+    def load() -> Any:
+        raise AssertionError("the server has the model")
+
+    return ServerEngine(Student(load, vocab_size=vocab_size, rows=ROWS), ServerSettings(url=url, name=name))
+
+
 def worst(rollouts: list[Rollout], model: Any, temperature: float, vocab_size: int = IDS) -> float:
     scores = LocalScorer(model, temperature=temperature or 1.0, vocab_size=vocab_size).score(rollouts)
     pairs = zip(rollouts, scores, strict=True)
@@ -50,8 +61,8 @@ def worst(rollouts: list[Rollout], model: Any, temperature: float, vocab_size: i
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_sampled_logprobs_agree_with_transformers(url: str, student: Any, tmp_path: Path, temperature: float) -> None:
-    server = RolloutServer(Connection(url), student=student, weights_folder=tmp_path)
-    sampler = ServerSampler(server, SamplingSettings(20, temperature, stop_ids=range(1, 12)), vocab_size=IDS, rows=ROWS)
+    engine = ServerEngine(about(student), ServerSettings(url=url, weights_folder=str(tmp_path)))
+    sampler = engine.sampler(SamplingSettings(20, temperature, stop_ids=range(1, 12)))
     rollouts = sampler.sample(PROMPTS, seed=0, step=1, samples=2)
     assert [(rollout.prompt.id, rollout.sample) for rollout in rollouts] == [(f"p{i}", j) for i in range(6) for j in range(2)]
     assert {rollout.stop_reason for rollout in rollouts} <= {"eos", "length"}
@@ -62,8 +73,8 @@ def test_sampled_logprobs_agree_with_transformers(url: str, student: Any, tmp_pa
 
 
 def test_the_server_follows_the_student(url: str, student: Any, tmp_path: Path) -> None:
-    server = RolloutServer(Connection(url), student=student, weights_folder=tmp_path)
-    sampler = ServerSampler(server, SamplingSettings(20, stop_ids=(1,)), vocab_size=IDS, rows=ROWS)
+    engine = ServerEngine(about(student), ServerSettings(url=url, weights_folder=str(tmp_path)))
+    sampler = engine.sampler(SamplingSettings(20, stop_ids=(1,)))
     before = sampler.sample(PROMPTS, seed=0, step=1)
     with torch.no_grad():
         for parameter in student.parameters():
@@ -74,36 +85,34 @@ def test_the_server_follows_the_student(url: str, student: Any, tmp_path: Path) 
 
 
 def test_a_static_server_keeps_its_weights(vllm_server: str, vllm_folder: Path) -> None:
-    """No student: for evaluation. With vLLM's defaults, at temperature 1 and without padded ids."""
-    server = RolloutServer(Connection(vllm_server))
-    rollouts = ServerSampler(server, SamplingSettings(16), vocab_size=ROWS).sample(PROMPTS, seed=0, step=1)
+    """No folder for weights: for evaluation. With vLLM's defaults, at temperature 1 and without padded ids."""
+    rollouts = static(vllm_server, vocab_size=ROWS).sampler(SamplingSettings(16)).sample(PROMPTS, seed=0, step=1)
     model = AutoModelForCausalLM.from_pretrained(vllm_folder, dtype=torch.float32)
     assert worst(rollouts, model, 1.0, vocab_size=ROWS) < TOLERANCE
 
 
 def test_logprobs_without_temperature_are_refused(vllm_server: str) -> None:
-    server = RolloutServer(Connection(vllm_server))
     for sampler in (
-        ServerSampler(server, SamplingSettings(16, 0.7), vocab_size=ROWS),
-        ServerSampler(server, SamplingSettings(16, 1.0), vocab_size=IDS, rows=ROWS),
+        static(vllm_server, vocab_size=ROWS).sampler(SamplingSettings(16, 0.7)),
+        static(vllm_server, vocab_size=IDS).sampler(SamplingSettings(16, 1.0)),
     ):
         with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
             sampler.sample(PROMPTS, seed=0, step=1)
 
 
 def test_a_server_without_development_endpoints_takes_no_weights(vllm_server: str, student: Any, tmp_path: Path) -> None:
-    server = RolloutServer(Connection(vllm_server), student=student, weights_folder=tmp_path)
+    engine = ServerEngine(about(student), ServerSettings(url=vllm_server, weights_folder=str(tmp_path)))
     with pytest.raises(WeightSyncError, match="VLLM_SERVER_DEV_MODE=1"):
-        server.ready()
+        engine.update_weights()
 
 
 def test_another_name_is_refused(vllm_server: str) -> None:
-    with pytest.raises(ServerError, match=r"vllm\.name is 'gpt'"):
-        RolloutServer(Connection(vllm_server), name="gpt")
+    with pytest.raises(ServerError, match=r"engine\.server\.name is 'gpt'"):
+        static(vllm_server, vocab_size=IDS, name="gpt")
 
 
 def test_training_through_a_server(url: str, folder: Path, tmp_path: Path) -> None:
-    changes = {"rollout": {"engine": "server"}, "vllm": {"url": url, "weights_folder": str(tmp_path / "weights")}}
+    changes = {"rollout": {"engine": "server"}, "engine": {"server": {"url": url, "weights_folder": str(tmp_path / "weights")}}}
     tree = training_settings(tmp_path, **changes)
     tree["models"]["student"] = str(folder)
     run_training(make_config(tree), tmp_path / "run")

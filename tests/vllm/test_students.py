@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from iwopd.config.engines import VllmSettings
 from iwopd.rollout.sampling import SamplingSettings
-from iwopd.rollout.vllm import EngineOptions, VllmEngine, VllmSampler
+from iwopd.rollout.vllm import VllmEngine
 from iwopd.teacher.local import LocalScorer
 from iwopd.types import Prompt
-from vllm_support import IDS, ROWS, make_model
+from vllm_support import IDS, ROWS, about, make_model
 
 COMMON = {
     "hidden_size": 64,
@@ -43,9 +44,9 @@ def make_student(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["lora", "llama"])
 def test_weights_reach_the_engine(kind: str) -> None:
     student = make_student(kind)
-    engine = VllmEngine(student, EngineOptions(max_model_len=128, eager=True))
+    engine = VllmEngine(about(student), VllmSettings(max_model_len=128, eager=True))
     try:
-        sampler = VllmSampler(engine, SamplingSettings(16, 0.9, stop_ids=(1,)), vocab_size=IDS)
+        sampler = engine.sampler(SamplingSettings(16, 0.9, stop_ids=(1,)))
         prompts = [Prompt(f"p{number}", tuple(range(2 + number, 30 + number))) for number in range(4)]
         scorer = LocalScorer(student, temperature=0.9, vocab_size=IDS)
         for _ in range(2):

@@ -52,7 +52,7 @@ def test_evaluation_and_resume(tmp_path: Path) -> None:
 
 def test_an_engine_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync that is lost is found before the first step; one lost later ends the run at that step."""
-    config = make_config(training_settings(tmp_path, vllm={"mismatch_limit": 0.001}))
+    config = make_config(training_settings(tmp_path, rollout={"mismatch_limit": 0.001}))
     whole_sync = VllmEngine._sync
     count = [0]
 
@@ -70,7 +70,7 @@ def test_an_engine_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_settings_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"top_p = 1 and top_k = 0"):
         make_config(training_settings(tmp_path, rollout={"top_p": 0.9}))
-    with pytest.raises(ConfigError, match=r"needs vllm.url"):
+    with pytest.raises(ConfigError, match=r"needs engine.server.url"):
         make_config(training_settings(tmp_path, rollout={"engine": "server"}))
 
 

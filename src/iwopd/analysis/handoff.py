@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from iwopd.eval.task import Checker, one_by_one
-from iwopd.rollout.local import LocalSampler
+from iwopd.rollout.sampler import Sampler
 from iwopd.types import Prompt, Rollout
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
@@ -27,7 +27,7 @@ GROUP = 32
 
 def handoff(
     rollouts: Sequence[Rollout],
-    teacher: LocalSampler,
+    teacher: Sampler,
     tokenizer: Any,
     check: Callable[[Prompt, str], bool],
     *,
@@ -40,7 +40,7 @@ def handoff(
 
 def handoff_scores(
     rollouts: Sequence[Rollout],
-    teacher: LocalSampler,
+    teacher: Sampler,
     tokenizer: Any,
     check: Checker,
     *,
@@ -83,7 +83,7 @@ def _lengths(rollout: Rollout, fractions: Sequence[float]) -> list[int]:
 
 def _continue(
     rollouts: Sequence[Rollout],
-    teacher: LocalSampler,
+    teacher: Sampler,
     tokenizer: Any,
     fractions: Sequence[float],
     continuations: int,
@@ -93,8 +93,7 @@ def _continue(
     prefixes = [(row, length) for row, rollout in enumerate(rollouts) for length in _lengths(rollout, fractions)]
     open_ended = [(row, length) for row, length in prefixes if not _complete(rollouts[row], length)]
     prompts = [_prefixed(rollouts[row], length) for row, length in open_ended]
-    room = _context(teacher.model)
-    limits = [min(teacher.settings.max_tokens, max(1, room - len(prompt.token_ids))) for prompt in prompts]
+    limits = [min(teacher.settings.max_tokens, max(1, teacher.context - len(prompt.token_ids))) for prompt in prompts]
     written = iter(teacher.sample(prompts, seed=seed, step=0, samples=continuations, max_tokens=limits))
     texts: list[list[str]] = [[] for _ in rollouts]
     for row, length in prefixes:
@@ -122,10 +121,3 @@ def _text(tokenizer: Any, ids: Tensor) -> str:
 
 def _judge(check: Checker, pairs: Sequence[tuple[Prompt, str]]) -> list[float]:
     return [verdict.score for verdict in check([prompt for prompt, _ in pairs], [text for _, text in pairs])]
-
-
-def _context(model: Any) -> int:
-    """Tokens that a model can see; without a limit, a number that never binds."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    most = getattr(config, "max_position_embeddings", None)
-    return 2**31 if most is None else int(most)

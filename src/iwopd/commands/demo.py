@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from iwopd.commands.engine_options import add_engine_options
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
@@ -23,7 +25,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--methods", default="opd,iw-opd,prefix-30,suffix-30", help="comma-separated: see `iwopd methods`")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where the runs go (replaced if it is a demo's)")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs at a time, one thread each")
-    parser.add_argument("--refresh", action="store_true", help="train the world's models anew")
+    add_engine_options(parser)
+    parser.add_argument("--refresh", action="store_true", help="train the world's models again")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=_run)
 

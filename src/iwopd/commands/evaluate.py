@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from iwopd.commands.engine_options import add_engine_options, engine_choice
+
 DESCRIPTION = """\
 Evaluate a model. Each task brings its protocol (aime24, aime25, hmmt25, math500, gsm8k: 32 samples at temperature 1, last
 \\boxed{} up to symbolic equivalence; humaneval+, mbpp+: greedy, EvalPlus's tests in a sandbox; tiny: the embedded world);
@@ -21,6 +23,7 @@ examples:
   iwopd eval --model Qwen/Qwen3-0.6B --tasks aime24,aime25 --samples 32 --device cuda --dtype bfloat16
   iwopd eval --model ./model --tasks gsm8k --data gsm8k=test.jsonl --limit 100 --max-tokens 1024
   iwopd eval --model ./model --tasks my-task.toml
+  iwopd eval --model ./model --tasks math500 --engine server --engine-option url=http://gpu1:8000
 
 data: --data TASK=FILE (JSONL or parquet with id, problem, answer; code: EvalPlus's files), else a file in the folder that
 IWOPD_DATA names, else the Hugging Face hub (math) or EvalPlus's releases (code)."""
@@ -49,6 +52,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--no-chat", action="store_true", help="bare problems, for base models without a chat template")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps, ... (default: cpu)")
+    add_engine_options(parser)
     parser.add_argument("--trust-remote-code", action="store_true", help="run model code that a repository brings along")
     parser.add_argument("--unsafe-no-sandbox", action="store_true", help="run generated code unprotected (do not)")
     parser.add_argument("--out", type=Path, help="folder of the evaluation (default: evals/<model>)")
@@ -78,6 +82,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         device=options.device,
         trust_remote_code=options.trust_remote_code,
         unsafe=options.unsafe_no_sandbox,
+        engine=engine_choice(options),
         label=label,
     )
     out: Path = options.out or Path("evals") / name

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from iwopd.commands.engine_options import add_engine_options, engine_choice
+
 if TYPE_CHECKING:
     from iwopd.analysis.probe.inputs import Material, Pair
 
@@ -68,6 +70,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--batches", type=int, default=8, help="of the gradient alignment (default: 8)")
     parser.add_argument("--batch-size", type=int, default=32, help="prompts of such a batch (default: 32)")
     parser.add_argument("--skip", default="", metavar="PARTS", help="comma-separated parts to leave out")
+    add_engine_options(parser)
+    add_engine_options(parser, "teacher")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run model code that a repository brings along")
@@ -137,6 +141,8 @@ def _settings(options: argparse.Namespace, max_tokens: int) -> Any:
         batches=options.batches,
         batch_prompts=options.batch_size,
         rules=tuple(options.rule),
+        engine=engine_choice(options),
+        teacher_engine=engine_choice(options, "teacher"),
         skip=frozenset(word.strip() for word in options.skip.split(",") if word.strip()),
     )
 

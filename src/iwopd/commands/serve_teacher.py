@@ -49,6 +49,7 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     import torch
 
+    from iwopd.model_facts import context_length
     from iwopd.models import load_model
     from iwopd.teacher.serving import ServingError, TeacherServer
     from iwopd.teacher.serving_model import ServingModel, served_vocabulary
@@ -64,7 +65,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         model = load_model(
             options.model, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
         ).eval()
-        length = options.max_length or getattr(model.config, "max_position_embeddings", 2**31)
+        length = options.max_length or context_length(model.config) or 2**31
         budget, ids = options.token_budget, served_vocabulary(options.model, model)
         server.model = ServingModel(model, vocab_size=ids, max_length=length, token_budget=budget)
         _stop_on_signals(server)

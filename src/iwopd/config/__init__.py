@@ -7,7 +7,16 @@ from iwopd.config.cluster import Cluster
 from iwopd.config.engines import TeacherSource
 from iwopd.config.method import Method
 from iwopd.config.models import Lora
-from iwopd.config.reading import config_toml, differences, flatten, load_config, make_config, parse_value, settings
+from iwopd.config.reading import (
+    config_toml,
+    differences,
+    flatten,
+    load_config,
+    make_config,
+    make_engine_choice,
+    parse_value,
+    settings,
+)
 from iwopd.config.section import ConfigError, Section
 from iwopd.config.training import Optim
 from iwopd.config.tree import Config
@@ -26,6 +35,7 @@ __all__ = [
     "flatten",
     "load_config",
     "make_config",
+    "make_engine_choice",
     "parse_value",
     "settings",
 ]

@@ -10,7 +10,7 @@ from iwopd.config.section import Section
 
 
 class Cluster(Section):
-    """GPUs, who gets how many, and how verl runs on them. Rollouts also read the section vllm."""
+    """GPUs, who gets how many, and how verl runs on them. Rollouts also read the section engine.vllm."""
 
     nodes: int = Field(1, ge=1, description="machines (--nodes)")
     gpus_per_node: int = Field(8, ge=1, description="GPUs of each machine (--gpus-per-node)")

@@ -1,19 +1,31 @@
-"""Settings of what writes and what scores: rollouts, vLLM, teachers."""
+"""Settings of what writes and what scores: rollouts, engines, teachers."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from iwopd.config.section import Dtype, Section
+from iwopd.config.section import ConfigError, Dtype, Place, Section, validate_part
 from iwopd.data.teacher_view import PromptTemplate
+
+if TYPE_CHECKING:
+    from iwopd.rollout.engine import Engine
+
+RENAMED = {
+    **{f"vllm.{name}": f"engine.vllm.{name}" for name in ("dtype", "max_model_len", "memory_share", "cache_gb")},
+    **{f"vllm.{name}": f"engine.vllm.{name}" for name in ("tensor_parallel", "eager", "sleep")},
+    **{f"vllm.{name}": f"engine.server.{name}" for name in ("url", "name", "weights_folder", "api_key_env")},
+    **{f"vllm.{name}": f"engine.server.{name}" for name in ("max_in_flight", "request_timeout", "patience")},
+    "vllm.mismatch_limit": "rollout.mismatch_limit",
+}
+"""Settings that have another name now."""
 
 
 class RolloutSettings(Section):
-    engine: Literal["local", "vllm", "server"] = Field(
-        "local", description="who writes: local (this process, transformers), vllm (in this process), server (vllm.url)"
+    engine: str = Field(
+        "local", description="who writes: local (transformers), vllm, server (engine.server.url), or a plug-in's engine"
     )
     prompts_per_step: int = Field(64, ge=1, description="prompts of one step")
     samples: int = Field(1, ge=1, description="rollouts per prompt")
@@ -27,7 +39,10 @@ class RolloutSettings(Section):
     truncated: Literal["keep", "mask", "drop"] = Field(
         "keep", description="rollouts cut off by max_tokens: train on them or not"
     )
-    overlap: bool | None = Field(
+    mismatch_limit: float | None = Field(
+        None, gt=0, description="mean |difference| of engine's and trainer's log-probs that ends a run; empty: by dtype"
+    )
+    overlap: Place[bool | None] = Field(
         None, description="the teacher scores finished answers while others are being written; empty: if it is a server"
     )
 
@@ -35,15 +50,19 @@ class RolloutSettings(Section):
 class TeacherSource(Section):
     """Where a teacher is, and what it sees."""
 
-    urls: list[str] = Field([], description="servers (replicas) that score, e.g. ['http://gpu1:8000']; empty: a local model")
+    urls: Place[list[str]] = Field(
+        [], description="servers (replicas) that score, e.g. ['http://gpu1:8000']; empty: a local model"
+    )
     name: str | None = Field(None, description="what the servers call the model; empty: models.teacher, or their only one")
     dialect: Literal["vllm", "sglang"] = Field("vllm", description="vllm (also `iwopd serve-teacher`), or sglang")
-    api_key_env: str | None = Field(None, description="environment variable that holds the servers' API key; empty: no key")
-    max_in_flight: int = Field(16, ge=1, description="requests under way at once, for each server")
-    tokens_per_request: int = Field(8192, ge=1, description="short rollouts travel together up to so many tokens")
-    request_timeout: float = Field(300.0, gt=0, description="seconds for one attempt at one request")
-    patience: float = Field(600.0, gt=0, description="seconds that a teacher may be away before the run saves and ends")
-    deadline: float = Field(7200.0, gt=0, description="seconds for the scores of one step (or chunk of it)")
+    api_key_env: Place[str | None] = Field(
+        None, description="environment variable that holds the servers' API key; empty: no key"
+    )
+    max_in_flight: Place[int] = Field(16, ge=1, description="requests under way at once, for each server")
+    tokens_per_request: Place[int] = Field(8192, ge=1, description="short rollouts travel together up to so many tokens")
+    request_timeout: Place[float] = Field(300.0, gt=0, description="seconds for one attempt at one request")
+    patience: Place[float] = Field(600.0, gt=0, description="seconds that a teacher may be away before the run saves and ends")
+    deadline: Place[float] = Field(7200.0, gt=0, description="seconds for the scores of one step (or chunk of it)")
     system: str | None = Field(None, description="system prompt that the teacher sees instead of the student's")
     user: str | None = Field(
         None, description="user message that the teacher sees: {prompt}, {answer} and the data set's fields are filled in"
@@ -57,9 +76,7 @@ class TeacherSource(Section):
     @field_validator("api_key_env")
     @classmethod
     def _names_a_variable(cls, name: str | None) -> str | None:
-        if name is not None and not name.isidentifier():
-            raise ValueError("must be the name of an environment variable, not the key itself")
-        return name
+        return _variable(name)
 
     @model_validator(mode="after")
     def _template_is_one(self) -> Self:
@@ -87,40 +104,84 @@ class Teacher(TeacherSource):
         return any(source.urls for source in (self, *self.others.values()))
 
 
-class Vllm(Section):
-    """vLLM for rollouts: rollout.engine = "vllm" or "server"."""
+class VllmSettings(Section):
+    """The engine `vllm`: vLLM in the training process. verl's rollouts read this section, too."""
 
-    dtype: Dtype | None = Field(None, description="precision of the engine's copy of the student; empty: models.dtype")
+    dtype: Dtype | None = Field(None, description="precision of vLLM's copy of the student; empty: models.dtype")
     max_model_len: int | None = Field(
         None, ge=2, description="longest prompt and answer together; empty: what prompts and max_tokens can come to"
     )
-    memory_share: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory that the engine may take (engine vllm)")
+    memory_share: Place[float] = Field(0.4, gt=0, le=1, description="share of a GPU's memory that vLLM may take")
     cache_gb: float | None = Field(
         None, gt=0, description="key/value cache in GB; empty: what memory_share leaves (on a CPU: 1)"
     )
-    tensor_parallel: int = Field(1, ge=1, description="GPUs of the engine (engine vllm; above 1 it was never run)")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of one copy of the student (above 1: never run in process)")
     eager: bool = Field(False, description="no CUDA graphs, no compilation: starts faster, runs slower")
-    sleep: bool = Field(False, description="give the GPU's memory back between rollouts (engine vllm; was never run)")
-    url: str | None = Field(None, description="server for rollouts, e.g. http://gpu1:8000 (engine server)")
+    sleep: Place[bool] = Field(False, description="free the GPU's memory between rollouts (was never run)")
+
+
+class ServerSettings(Section):
+    """The engine `server`: a vLLM server on this or another machine."""
+
+    url: Place[str | None] = Field(None, description="the server, e.g. http://gpu1:8000")
     name: str | None = Field(None, description="what the server calls the student; empty: its only model")
-    weights_folder: str | None = Field(
+    dtype: Dtype | None = Field(None, description="precision of the server's copy of the student; empty: models.dtype")
+    weights_folder: Place[str | None] = Field(
         None, description="folder, for this run alone, that the server sees under the same name: new weights go through it"
     )
-    api_key_env: str | None = Field(None, description="environment variable that holds the server's API key; empty: no key")
-    max_in_flight: int = Field(64, ge=1, description="requests under way at once (engine server)")
-    request_timeout: float = Field(1800.0, gt=0, description="seconds for one attempt at one request (engine server)")
-    patience: float = Field(120.0, gt=0, description="seconds that a server may be away before the run ends")
-    mismatch_limit: float | None = Field(
-        None, gt=0, description="mean |difference| of engine's and trainer's log-probs that ends a run; empty: by dtype"
+    api_key_env: Place[str | None] = Field(
+        None, description="environment variable that holds the server's API key; empty: no key"
     )
+    max_in_flight: Place[int] = Field(64, ge=1, description="requests under way at once")
+    request_timeout: Place[float] = Field(1800.0, gt=0, description="seconds for one attempt at one request")
+    patience: Place[float] = Field(120.0, gt=0, description="seconds that the server may be away before the run ends")
+
+    @field_validator("url")
+    @classmethod
+    def _plain_url(cls, url: str | None) -> str | None:
+        return None if url is None else _server_url(url)
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _names_a_variable(cls, name: str | None) -> str | None:
+        return _variable(name)
+
+
+class Engines(Section):
+    """Settings of the rollout engines, by name; an engine of another package brings a section of its own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    vllm: VllmSettings = VllmSettings()
+    server: ServerSettings = Field(default_factory=ServerSettings)
 
     @model_validator(mode="after")
-    def _plain_server(self) -> Self:
-        if self.url is not None and (not self.url.startswith(("http://", "https://")) or "@" in self.url):
-            raise ValueError("vllm.url looks like http://host:8000, without a password: name a variable in vllm.api_key_env")
-        if self.api_key_env is not None and not self.api_key_env.isidentifier():
-            raise ValueError("vllm.api_key_env must be the name of an environment variable, not the key itself")
+    def _check_further_sections(self) -> Self:
+        further = self.model_extra or {}
+        for name, given in further.items():
+            further[name] = validate_part(engine_type(name).settings_type, given, name)
         return self
+
+    def of(self, name: str) -> Section:
+        """Settings of the engine called `name`; its defaults if nothing was set."""
+        found = getattr(self, name, None)
+        return found if isinstance(found, Section) else engine_type(name).settings_type()
+
+
+def engine_type(name: str) -> type[Engine]:
+    """The engine of that name; a `ConfigError` says what is wrong with it."""
+    from iwopd.rollout.engine import ENGINES  # late: engines import this module for their settings
+
+    try:
+        return ENGINES[name]
+    except (LookupError, ImportError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _variable(name: str | None) -> str | None:
+    if name is not None and not name.isidentifier():
+        raise ValueError("must be the name of an environment variable, not the key itself")
+    return name
 
 
 def _server_url(url: str) -> str:

@@ -7,20 +7,24 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from iwopd.config.cluster import Cluster
+from iwopd.config.engines import RENAMED, Engines, engine_type
 from iwopd.config.section import ConfigError, Section
 from iwopd.config.tree import Config
+
+if TYPE_CHECKING:
+    from iwopd.rollout.engine import EngineChoice
 
 OPEN_TABLES = ("method.params", "eval.data", "teacher.others")
 """Tables whose keys are the user's."""
 
-KEPT_QUIET = ("urls", "api_key_env")
+KEPT_QUIET = ("url", "urls", "api_key_env")
 """Settings whose wrong values are not repeated: somebody may have put a key there."""
 
 
@@ -51,11 +55,30 @@ def make_config(values: Mapping[str, Any], where: str = "the settings") -> Confi
         raise ConfigError(f"{where}: " + "; ".join(lines)) from None
 
 
+def make_engine_choice(name: str, values: Mapping[str, Any], where: str) -> EngineChoice:
+    """An engine and its settings, outside a recipe and outside training."""
+    from iwopd.rollout.engine import EngineChoice  # late: it imports this package
+
+    engine = engine_type(name)
+    try:
+        settings = engine.settings_type.model_validate(values)
+        engine.check(settings, trained=False)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: " + "; ".join(_explain(fault) for fault in error.errors())) from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return EngineChoice(name, settings)
+
+
 def config_toml(config: Config) -> str:
     """The resolved tree as TOML; settings that are empty are left out, so reading it gives the same tree."""
     tree = config.model_dump(exclude_none=True)
     if config.cluster == Cluster():  # most runs never see a cluster
         del tree["cluster"]
+    for name in list(tree["engine"]):
+        section = config.engine.of(name)
+        if name != config.rollout.engine and section == type(section)():  # most runs use one engine
+            del tree["engine"][name]
     tree["method"]["params"] = {name: value for name, value in config.method.params.items() if value is not None}
     return tomli_w.dumps(tree)
 
@@ -108,9 +131,10 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
 
 def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
     known = [name for name, _ in settings()]
-    open_tables = tuple(f"{table}." for table in (*OPEN_TABLES, "method"))  # a method's settings are its objective's
     for name, _ in flatten(values):
-        if name not in known and not name.startswith(open_tables):
+        if name in RENAMED:
+            raise ConfigError(f"{where}: {name!r} is called {RENAMED[name]!r} now")
+        if name not in known and not _is_open(name):
             tail = name.rpartition(".")[2]
             siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == name.rpartition(".")[0]}
             near = [siblings[key] for key in difflib.get_close_matches(tail, siblings, n=1, cutoff=0.8)]
@@ -118,6 +142,13 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "`iwopd train --help` lists all settings"
             raise ConfigError(f"{where}: unknown setting {name!r}; {hint}")
+
+
+def _is_open(name: str) -> bool:
+    """Whether a setting is checked elsewhere: a key of the user's, of a plug-in engine, or of a method (by its objective)."""
+    table, _, inner = name.partition(".")
+    further = table == "engine" and "." in inner and inner.partition(".")[0] not in Engines.model_fields
+    return further or name.startswith(tuple(f"{table}." for table in (*OPEN_TABLES, "method")))
 
 
 def _explain(fault: Mapping[str, Any]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import InitErrorDetails
 
 from iwopd.errors import UserError
 
@@ -16,8 +17,35 @@ class ConfigError(UserError, ValueError):
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+T = TypeVar("T")
+Place = Annotated[T, Field(json_schema_extra={"place": True})]
+"""Mark of a setting that says only where something is, or how it is asked, kept or shown. It may change when a run is resumed,
+and two runs that differ in it alone have the same outcome."""
+Repeat = Annotated[T, Field(json_schema_extra={"repeat": True})]
+"""Mark of a setting in which repeats of one method may differ: its seed, its length, how it is measured."""
+
 
 class Section(BaseModel):
     """A part of the tree."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def validate_part(section: type[Section], values: Any, name: str) -> Section:
+    """A section that another section holds under `name` without a field for it; errors name it as if there were one."""
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        faults = [_below(name, fault) for fault in error.errors()]
+        raise ValidationError.from_exception_data(section.__name__, faults) from None
+
+
+def outcome_settings(section: Section) -> dict[str, Any]:
+    """Settings that are not the defaults and not marked as `Place`."""
+    marks = {name: info.json_schema_extra for name, info in type(section).model_fields.items()}
+    places = {name for name, mark in marks.items() if isinstance(mark, dict) and mark.get("place")}
+    return section.model_dump(mode="json", exclude_defaults=True, exclude=places)
+
+
+def _below(name: str, fault: Any) -> InitErrorDetails:
+    return InitErrorDetails(type=fault["type"], loc=(name, *fault["loc"]), input=fault["input"], ctx=fault.get("ctx", {}))

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from iwopd.config.cluster import Cluster
-from iwopd.config.engines import RolloutSettings, Teacher, Vllm
+from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
 from iwopd.config.method import Method
 from iwopd.config.models import Data, Lora, Models
 from iwopd.config.section import Section
@@ -26,7 +26,7 @@ class Config(Section):
     data: Data = Data()
     method: Method = Field(default_factory=Method)
     rollout: RolloutSettings = RolloutSettings()
-    vllm: Vllm = Vllm()
+    engine: Engines = Engines()
     optim: Optim = Optim()
     eval: Eval = Eval()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -56,15 +56,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _engine_can_do_it(self) -> Self:
-        rollout = self.rollout
-        if rollout.engine != "local" and (rollout.top_p < 1 or rollout.top_k):
+        rollout, engine = self.rollout, engine_type(self.rollout.engine)
+        if not engine.restricts and (rollout.top_p < 1 or rollout.top_k):
             raise ValueError(
                 f"rollout.top_p is {rollout.top_p} and rollout.top_k {rollout.top_k}: the log-probs of rollout.engine "
                 f"{rollout.engine!r} would then be over the ids that were left; set top_p = 1 and top_k = 0, or engine 'local'"
             )
-        if rollout.engine == "server" and not (self.vllm.url and self.vllm.weights_folder):
-            raise ValueError(
-                "rollout.engine = 'server' needs vllm.url, and for training vllm.weights_folder: a folder that this machine "
-                "and the server share, through which it gets the weights of every step (docs/vllm.md); or use engine = 'vllm'"
-            )
+        engine.check(self.engine.of(rollout.engine), trained=True)
         return self

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from iwopd.config.section import outcome_settings
 from iwopd.errors import UserError
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.folder import EvaluationFolder
 from iwopd.eval.runner import evaluate
 from iwopd.eval.task import Task
-from iwopd.models import load_model, load_tokenizer, stop_ids, weights_fingerprint
-from iwopd.rollout.local import LocalSampler
+from iwopd.model_facts import output_rows, pad_id, text_config
+from iwopd.models import end_ids, load_configs, load_model, load_tokenizer, weights_fingerprint
+from iwopd.rollout.engine import ENGINES, LOCAL, EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 
@@ -46,6 +49,7 @@ class Request:
     device: str = "cpu"
     trust_remote_code: bool = False
     unsafe: bool = False
+    engine: EngineChoice = LOCAL
     label: Mapping[str, Any] | None = None
     """`method`, `student` and `train_seed`, for tables."""
 
@@ -58,6 +62,11 @@ class Request:
             raise RequestError(f"--limit must be at least 1, got {self.limit}")
         if not self.tasks:
             raise RequestError("no task is named; see `iwopd eval --help`")
+        if (self.top_p < 1 or self.top_k) and not ENGINES[self.engine.name].restricts:
+            raise RequestError(
+                f"--top-p is {self.top_p} and --top-k {self.top_k}, which the engine {self.engine.name!r} does not take: leave "
+                "them out, or use --engine local"
+            )
         unused = sorted(set(self.data or {}) - set(self.tasks))
         if unused:
             raise RequestError(f"--data names {unused[0]!r}, which is not among the tasks {', '.join(self.tasks)}")
@@ -88,8 +97,13 @@ def run_evaluation(request: Request, out: Path, progress: Progress) -> dict[str,
         for name, spec in zip(request.tasks, specs, strict=True)
     ]
     folder = EvaluationFolder(out, _about(request))
-    engine = _local_engine(request, tokenizer)
-    return {task.name: run_task(task, engine(task), tokenizer, folder, request.seed, progress) for task in tasks}
+    student, stops = _student(request, tokenizer, tasks)
+    with request.engine.open(student) as engine:
+        results = {}
+        for task in tasks:
+            settings = SamplingSettings(task.max_tokens, task.temperature, request.top_p, request.top_k, stops)
+            results[task.name] = run_task(task, engine.sampler(settings), tokenizer, folder, request.seed, progress)
+    return results
 
 
 def run_task(
@@ -123,16 +137,29 @@ def _as_asked(task: Task, request: Request) -> Task:
     return replace(task, samples=samples, temperature=temperature, max_tokens=request.max_tokens or task.max_tokens)
 
 
-def _local_engine(request: Request, tokenizer: Any) -> Callable[[Task], Sampler]:
-    model = load_model(request.model, dtype=request.dtype, device=request.device, trust_remote_code=request.trust_remote_code)
-    stops = stop_ids(tokenizer, model)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+def _student(request: Request, tokenizer: Any, tasks: Sequence[Task]) -> tuple[Student, frozenset[int]]:
+    """The model as an engine wants it, and the ids that end an answer. It is not loaded if the engine has it elsewhere."""
+    trust = request.trust_remote_code
 
-    def sampler(task: Task) -> Sampler:
-        settings = SamplingSettings(task.max_tokens, task.temperature, request.top_p, request.top_k, stops)
-        return LocalSampler(model, settings, pad_id=pad_id, vocab_size=len(tokenizer))
+    @cache
+    def load() -> Any:
+        return load_model(request.model, dtype=request.dtype, device=request.device, trust_remote_code=trust)
 
-    return sampler
+    if ENGINES[request.engine.name].weights == "elsewhere":
+        config, generation = load_configs(request.model, trust_remote_code=trust)
+        rows = int(text_config(config).vocab_size)
+    else:
+        generation, rows = load().generation_config, output_rows(load())
+    student = Student(
+        load,
+        vocab_size=len(tokenizer),
+        rows=rows,
+        pad_id=pad_id(tokenizer),
+        longest=max(len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts),
+        dtype=request.dtype,
+        seed=request.seed,
+    )
+    return student, end_ids(tokenizer, generation)
 
 
 def _about(request: Request) -> dict[str, Any]:
@@ -145,8 +172,10 @@ def _about(request: Request) -> dict[str, Any]:
         "thinking": request.thinking,
         "chat": request.chat,
         "dtype": request.dtype,
-        "engine": "local",
+        "engine": request.engine.name,
     }
+    if options := outcome_settings(request.engine.settings):
+        settings["engine_options"] = options
     return {
         "model": request.model,
         "weights": weights_fingerprint(request.model),

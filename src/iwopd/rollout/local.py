@@ -1,7 +1,7 @@
 """A fast sampler for any transformers causal LM, on CPU or GPU.
 
 What makes it fast: all prompts of a step share one batch as far as memory allows, finished rows leave it and waiting prompts
-take their place; several samples of a prompt read it once; and Qwen3, Qwen2 and Llama models take a lean path (`lean`).
+take their place; several samples of a prompt read it once; and Qwen3, Qwen2 and Llama models take a lean path (`lean_decoder`).
 What makes it reproducible: the noise of a token depends on (seed, step, prompt, sample, position) and on nothing else
 (`noise`). Batching still changes the rounding of logits, which moves a draw only where its number falls on the border of two
 ids: in float32 next to never (the tests demand 99.9 % equal rollouts); half precision rounds more, so more rollouts differ.
@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from iwopd.lean import lean_obstacle
+from iwopd.lean_model import lean_obstacle
+from iwopd.model_facts import context_length, text_config
+from iwopd.modes import eval_mode
 from iwopd.rollout.decoding import Decoder, ModelDecoder
-from iwopd.rollout.lean import LeanDecoder
+from iwopd.rollout.engine import Engine
+from iwopd.rollout.lean_decoder import LeanDecoder
 from iwopd.rollout.noise import stream_key, uniforms
-from iwopd.rollout.sampler import Listener
+from iwopd.rollout.sampler import UNLIMITED, Listener
 from iwopd.rollout.sampling import SamplingError, SamplingSettings, choose
 from iwopd.types import Prompt, Rollout
 
@@ -40,10 +42,21 @@ NOISE_AHEAD = 32
 """Positions whose noise is made at a time: the number of operations is what it costs, not their size."""
 
 
+class LocalEngine(Engine):
+    """The student itself, in this process."""
+
+    exact = several_ranks = restricts = True
+    weights = "student"
+
+    def sampler(self, settings: SamplingSettings) -> LocalSampler:
+        student = self.student
+        return LocalSampler(student.model, settings, pad_id=student.pad_id, vocab_size=student.vocab_size)
+
+
 class LocalSampler:
     """Writes rollouts with a model that lives in this process.
 
-    The weights are read anew at every call, so a sampler can be kept while its model is trained. The model's mode (train or
+    The weights are read again at every call, so a sampler can be kept while its model is trained. The model's mode (train or
     eval) is what it was before the call; during it, everything is in eval mode and without gradients.
     """
 
@@ -107,7 +120,7 @@ class LocalSampler:
         at_once = len(plan) if finished is None else max(1, len(plan) // TELLINGS)
         obstacle = self._lean_obstacle()
         # Inference mode makes small operations a tenth faster than no_grad; what a model keeps of it could not be trained on.
-        with _eval_mode(self.model), torch.inference_mode() if obstacle is None else torch.no_grad():
+        with eval_mode(self.model), torch.inference_mode() if obstacle is None else torch.no_grad():
             decoder, rows = self._decoder(plan, lean=obstacle is None)
             run = _Run(decoder, self.settings, plan, self.pad_id, rows, self.device)
             for row, tokens, logprobs in run.finish(at_once):
@@ -126,16 +139,18 @@ class LocalSampler:
         device: torch.device = embedding.weight.device
         return device
 
+    @property
+    def context(self) -> int:
+        return context_length(self.model.config) or UNLIMITED
+
     def _check(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
         if len(limits) != len(prompts):
             raise SamplingError(f"max_tokens has {len(limits)} limits for {len(prompts)} prompts")
-        config: Any = self.model.config
-        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        most = getattr(text_config, "max_position_embeddings", None)
+        most = self.context
         for prompt, limit in zip(prompts, limits, strict=True):
             if not 1 <= limit <= self.settings.max_tokens:
                 raise SamplingError(f"max_tokens of {prompt.id!r} is {limit}; it must lie in 1..{self.settings.max_tokens}")
-            if most is not None and len(prompt.token_ids) + limit > most:
+            if len(prompt.token_ids) + limit > most:
                 raise SamplingError(
                     f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens: with max_tokens {limit} that is "
                     f"{len(prompt.token_ids) + limit}, but the model's max_position_embeddings is {most}; "
@@ -164,8 +179,7 @@ class LocalSampler:
         return ModelDecoder(self.model, self.vocab_size), rows
 
     def _affordable_tokens(self) -> int:
-        config: Any = self.model.config
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        config = text_config(self.model.config)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         weight = next(self.model.parameters())
@@ -341,15 +355,3 @@ class _Run:
         self.left = self.left[order]
         if self.used < NOISE_AHEAD:
             self.noise = self.noise[order]
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Everything in eval mode; afterwards each module is what it was, also where parts of the model differed."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -1,4 +1,4 @@
-"""What an engine of others (vLLM, in this process or behind a server) is asked for, and what may come back.
+"""What vLLM, in this process or on a server, is asked for and may answer, and the sampler that asks.
 
 Log-probs must be those of the trainer: over the whole real vocabulary, at the sampling temperature. vLLM's
 `processed_logprobs` are taken after the temperature, the bias and top-p, so they are ours where top-p and top-k are off; its
@@ -8,20 +8,23 @@ default, `raw_logprobs`, knows no temperature.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from iwopd.rollout.engine import Student
 from iwopd.rollout.noise import stream_key
+from iwopd.rollout.sampler import Listener
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
 from iwopd.types import Prompt, Rollout
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises what is smaller (and not 0) to this, without an error."""
 MOST_BIASED = 1024
-"""vLLM's newer model runner takes no more biased ids a request."""
+"""vLLM's newer model runner takes no more biased ids per request."""
 IMPOSSIBLE = -100.0
 """The strongest bias that vLLM's server lets through: e^-100 of the probability is left."""
 
@@ -46,6 +49,79 @@ class Vocabulary:
         return dict.fromkeys(range(self.size, self.rows), IMPOSSIBLE) or None
 
 
+class Answer(NamedTuple):
+    """What an engine wrote to one request."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float | None]
+    finish_reason: str | None
+
+
+class AskedEngine(Protocol):
+    """An engine that takes requests."""
+
+    @property
+    def student(self) -> Student: ...
+
+    @property
+    def context(self) -> int: ...
+
+    def update_weights(self) -> None: ...
+
+    def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
+        """Number and answer of each request, as they are finished."""
+
+
+class RequestSampler:
+    """A `Sampler` that asks an engine, with one request per rollout, because each has a seed of its own."""
+
+    def __init__(self, engine: AskedEngine, settings: SamplingSettings) -> None:
+        check_settings(settings)
+        self.engine, self.settings = engine, settings
+        self.vocab_size = engine.student.vocab_size
+        self.vocabulary = Vocabulary(self.vocab_size, engine.student.rows)
+
+    @property
+    def context(self) -> int:
+        return self.engine.context
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        step: int,
+        samples: int = 1,
+        max_tokens: Sequence[int] | None = None,
+        finished: Listener | None = None,
+    ) -> list[Rollout]:
+        """See `Sampler`."""
+        limits = [self.settings.max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
+        check_prompts(prompts, limits, self.vocabulary, self.context)
+        if not prompts:
+            return []
+        fields = request_fields(self.settings, self.vocabulary)
+        places = [(prompt, sample, limit) for prompt, limit in zip(prompts, limits, strict=True) for sample in range(samples)]
+        requests = [
+            fields
+            | {
+                "prompt": list(prompt.token_ids),
+                "max_tokens": limit,
+                "seed": request_seed(seed, step, prompt.id, sample),
+            }
+            for prompt, sample, limit in places
+        ]
+        self.engine.update_weights()
+        rollouts: dict[int, Rollout] = {}
+        with closing(self.engine.answers(requests)) as answers:
+            for number, answer in answers:
+                prompt, sample, limit = places[number]
+                rollouts[number] = read_rollout(prompt, sample, answer, limit, self.settings.stop_ids, self.vocabulary)
+                if finished is not None:
+                    finished(number, rollouts[number])
+        return [rollouts[number] for number in range(len(places))]
+
+
 def check_settings(settings: SamplingSettings) -> None:
     """Refuse what would make the engine's log-probs something else than the trainer's."""
     if settings.top_p < 1 or settings.top_k:
@@ -60,26 +136,25 @@ def check_settings(settings: SamplingSettings) -> None:
         )
 
 
-def check_prompts(prompts: Sequence[Prompt], settings: SamplingSettings, vocabulary: Vocabulary, max_model_len: int) -> None:
+def check_prompts(prompts: Sequence[Prompt], limits: Sequence[int], vocabulary: Vocabulary, context: int) -> None:
     """Refuse what the engine would refuse or cut, with the prompt's name."""
-    for prompt in prompts:
-        if len(prompt.token_ids) + settings.max_tokens > max_model_len:
+    for prompt, limit in zip(prompts, limits, strict=True):
+        if len(prompt.token_ids) + limit > context:
             raise SamplingError(
-                f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens: with max_tokens {settings.max_tokens} that is "
-                f"{len(prompt.token_ids) + settings.max_tokens}, but the engine takes {max_model_len}; raise "
-                "vllm.max_model_len, lower max_tokens or filter long prompts"
+                f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens: with max_tokens {limit} that is "
+                f"{len(prompt.token_ids) + limit}, but the engine takes {context}; raise max_model_len (engine.vllm, or "
+                "--max-model-len of the server), lower max_tokens or filter long prompts"
             )
         if max(prompt.token_ids) >= vocabulary.rows:
             raise SamplingError(f"prompt {prompt.id!r} has id {max(prompt.token_ids)}; the student has {vocabulary.rows} ids")
 
 
 def request_fields(settings: SamplingSettings, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Sampling parameters of one rollout but its seed, by vLLM's names (the same in Python and in a request's body).
+    """All parameters of a request but prompt, limit and seed, by vLLM's names (the same in Python and in a request's body).
 
     All that a model's generation config may set is set here, so that a server's defaults do not count.
     """
     return {
-        "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
         "top_p": 1.0,
         "top_k": 0,
@@ -100,16 +175,11 @@ def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
 
 
 def read_rollout(
-    prompt: Prompt,
-    sample: int,
-    token_ids: Sequence[int],
-    logprobs: Sequence[float | None],
-    finish_reason: str | None,
-    settings: SamplingSettings,
-    vocabulary: Vocabulary,
+    prompt: Prompt, sample: int, answer: Answer, limit: int, stop_ids: Collection[int], vocabulary: Vocabulary
 ) -> Rollout:
-    """An engine's answer as a `Rollout`, or an error that says what is wrong with it."""
+    """An engine's answer of at most `limit` tokens as a `Rollout`, or an error that says what is wrong with it."""
     what = f"the engine's answer to prompt {prompt.id!r}"
+    token_ids, logprobs, finish_reason = answer
     if not token_ids or len(token_ids) != len(logprobs):
         raise SamplingError(f"{what} has {len(token_ids)} tokens and {len(logprobs)} log-probs")
     outside = next((token for token in token_ids if not 0 <= token < vocabulary.size), None)
@@ -120,11 +190,11 @@ def read_rollout(
     values = [math.nan if value is None else value for value in logprobs]
     if not all(math.isfinite(value) for value in values):
         raise SamplingError(f"{what} has log-probs that are not finite: the student's weights may hold NaN")
-    ended = token_ids[-1] in settings.stop_ids
-    if not ended and (finish_reason != "length" or len(token_ids) != settings.max_tokens):
+    ended = token_ids[-1] in stop_ids
+    if not ended and (finish_reason != "length" or len(token_ids) != limit):
         raise SamplingError(
-            f"{what} ended after {len(token_ids)} of {settings.max_tokens} tokens with id {token_ids[-1]} and reason "
-            f"{finish_reason!r}: neither a stop id ({sorted(settings.stop_ids)}) nor the limit. Does the server have stop "
-            "tokens of its own, or a smaller --max-model-len? (--generation-config vllm switches the former off)"
+            f"{what} ended after {len(token_ids)} of {limit} tokens with id {token_ids[-1]} and reason {finish_reason!r}: "
+            f"neither a stop id ({sorted(stop_ids)}) nor the limit. Does the server have stop tokens of its own, or a smaller "
+            "--max-model-len? (--generation-config vllm switches the former off)"
         )
     return Rollout(prompt, torch.tensor(token_ids), torch.tensor(values), "eos" if ended else "length", sample)

@@ -8,89 +8,70 @@ reaches it run methods of the workers: such a server belongs on loopback or in a
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from iwopd.rollout.http import Connection, ServerError
-from iwopd.rollout.requests import (
-    IMPOSSIBLE,
-    Vocabulary,
-    check_prompts,
-    check_settings,
-    read_rollout,
-    request_fields,
-    request_seed,
-)
-from iwopd.rollout.sampler import Listener
+from iwopd.config.engines import ServerSettings
+from iwopd.rollout.connection import Connection, ServerError
+from iwopd.rollout.engine import Engine, Student
+from iwopd.rollout.requests import IMPOSSIBLE, Answer, RequestSampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rollout.weights import WeightSyncError, save_weights, weights_version
-from iwopd.types import Prompt, Rollout
 
 
-class RolloutServer:
-    """One vLLM server; whoever samples calls `ready` first."""
+class ServerEngine(Engine):
+    """One vLLM server. With a folder for weights it follows the student; without one it keeps its own weights."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        *,
-        name: str | None = None,
-        student: nn.Module | None = None,
-        weights_folder: Path | None = None,
-        max_in_flight: int = 64,
-    ) -> None:
-        """With a student and a folder the server gets its weights whenever they have changed; without, it keeps its own."""
-        self.connection = connection
-        self.max_in_flight = max_in_flight
-        self.student, self.weights_folder = student, weights_folder
+    settings_type = ServerSettings
+    weights = "elsewhere"
+
+    def __init__(self, student: Student, settings: ServerSettings) -> None:
+        super().__init__(student, settings)
+        self.settings = settings
+        self.connection = Connection(str(settings.url), settings.api_key_env, settings.request_timeout, settings.patience)
         self._synced: Any = None
-        card = self._model_card(name)
+        self._checked: set[tuple[float, bool]] = set()
+        card = self._model_card()
         self.name: str = card["id"]
-        self.max_model_len = int(card["max_model_len"])
+        self.context = int(card["max_model_len"])
 
-    def _model_card(self, name: str | None) -> dict[str, Any]:
-        cards = (self.connection.get("/v1/models") or {}).get("data") or []
-        fitting = [card for card in cards if name in (None, card.get("id"))]
-        if len(fitting) != 1 or "max_model_len" not in fitting[0]:
-            raise ServerError(
-                f"the rollout server {self.connection.url} has the models {[card.get('id') for card in cards]}; vllm.name is "
-                f"{name!r}, which must name one of a vLLM server"
+    @classmethod
+    def check(cls, settings: ServerSettings, *, trained: bool) -> None:
+        if settings.url is None:
+            raise ValueError("the engine 'server' needs engine.server.url, e.g. http://gpu1:8000 (docs/vllm.md)")
+        if trained and settings.weights_folder is None:
+            raise ValueError(
+                "to train with the engine 'server' set engine.server.weights_folder: a folder that this machine and the server "
+                "share, through which it gets the weights of every step (docs/vllm.md); or use rollout.engine = 'vllm'"
             )
-        return dict(fitting[0])
 
-    def complete(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The one choice of a completion, with ids."""
-        answer = self.connection.post("/v1/completions", {"model": self.name, "return_token_ids": True, **fields})
-        try:
-            (choice,) = answer["choices"]
-            whole = choice["token_ids"] is not None and choice["logprobs"]["token_logprobs"] is not None
-        except (KeyError, TypeError, ValueError):
-            whole = False
-        if not whole:
-            raise ServerError(
-                f"the rollout server {self.connection.url} answers without token ids or log-probs: is it a vLLM of these days?"
-            )
-        return dict(choice)
+    @property
+    def dtype(self) -> str:
+        return self.settings.dtype or self.student.dtype
 
-    def ready(self) -> None:
-        """Make sure that the server has the student's weights of this moment."""
-        if self.student is None or self.weights_folder is None:
+    def sampler(self, settings: SamplingSettings) -> RequestSampler:
+        return RequestSampler(self, settings)
+
+    def update_weights(self) -> None:
+        """Write the student's weights to a new folder and have the server read them, if they have changed."""
+        if self.settings.weights_folder is None:
             return
-        version = weights_version(self.student)
+        version = weights_version(self.student.model)
         if version == self._synced:
             return
         # Never the same name twice: a network file system might still show the server the old files.
-        before = sorted(self.weights_folder.absolute().glob("weights-[0-9]*"))
+        parent = Path(self.settings.weights_folder).absolute()
+        before = sorted(parent.glob("weights-[0-9]*"))
         number = int(before[-1].name.removeprefix("weights-")) + 1 if before else 1
-        folder = self.weights_folder.absolute() / f"weights-{number:06d}"
+        folder = parent / f"weights-{number:06d}"
         try:
-            save_weights(self.student, folder)
+            save_weights(self.student.model, folder)
         except OSError as error:
-            raise WeightSyncError(f"cannot write the student's weights to {folder} (vllm.weights_folder): {error}") from None
+            raise WeightSyncError(
+                f"cannot write the student's weights to {folder} (engine.server.weights_folder): {error}"
+            ) from None
         try:
             self.connection.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
             self.connection.post("/reset_prefix_cache", {})  # what it holds was computed with other weights
@@ -103,65 +84,62 @@ class RolloutServer:
             shutil.rmtree(old, ignore_errors=True)
         self._synced = version
 
-
-class ServerSampler:
-    """A `Sampler` that writes through a server. One request a rollout, because each has a seed of its own."""
-
-    def __init__(self, server: RolloutServer, settings: SamplingSettings, *, vocab_size: int, rows: int | None = None) -> None:
-        """`rows`: rows of the student's output matrix, if there are more than the `vocab_size` ids that exist."""
-        check_settings(settings)
-        self.server = server
-        self.settings = settings
-        self.vocabulary = Vocabulary(vocab_size, rows or vocab_size)
-        self._checked = False
-
-    def sample(
-        self, prompts: Sequence[Prompt], *, seed: int, step: int, samples: int = 1, finished: Listener | None = None
-    ) -> list[Rollout]:
-        """`samples` rollouts of each prompt, in order, with the student's weights of this moment."""
-        check_prompts(prompts, self.settings, self.vocabulary, self.server.max_model_len)
-        if not prompts:
-            return []
-        self.server.ready()
-        self._check_logprobs(prompts[0])
-        places = [(prompt, sample) for prompt in prompts for sample in range(samples)]
-        fields = request_fields(self.settings, self.vocabulary)
-
-        def write(number: int) -> Rollout:
-            prompt, sample = places[number]
-            own = {"prompt": list(prompt.token_ids), "seed": request_seed(seed, step, prompt.id, sample)}
-            choice = self.server.complete({**fields, **own})
-            seen = choice.get("prompt_token_ids")
-            if seen is not None and seen != own["prompt"]:
-                raise ServerError(f"the rollout server read other ids than those of prompt {prompt.id!r}: {seen[:20]} ...")
-            logprobs = choice["logprobs"]["token_logprobs"]
-            rollout = read_rollout(
-                prompt, sample, choice["token_ids"], logprobs, choice["finish_reason"], self.settings, self.vocabulary
-            )
-            if finished is not None:
-                finished(number, rollout)
-            return rollout
-
-        pool = ThreadPoolExecutor(self.server.max_in_flight)
+    def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
+        """Number and answer of each request, as they are finished."""
+        self._check_logprobs(requests[0])
+        pool = ThreadPoolExecutor(self.settings.max_in_flight)
         try:
-            return list(pool.map(write, range(len(places))))
+            numbers = {pool.submit(self._answer, request): number for number, request in enumerate(requests)}
+            for done in as_completed(numbers):
+                yield numbers[done], done.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _check_logprobs(self, prompt: Prompt) -> None:
-        """Does the server say the log-probs that it samples with? At temperature 1 without padded ids all say them."""
-        matters = self.settings.temperature not in (0, 1) or self.vocabulary.bias
-        if self._checked or not matters:
+    def _answer(self, request: dict[str, Any]) -> Answer:
+        choice = self._complete(request)
+        seen = choice.get("prompt_token_ids")
+        if seen is not None and seen != request["prompt"]:
+            raise ServerError(f"the rollout server read other ids than those of the prompt: {seen[:20]} ...")
+        return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+
+    def _complete(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The one choice of a completion, with ids."""
+        answer = self.connection.post("/v1/completions", {"model": self.name, "return_token_ids": True, **fields})
+        try:
+            (choice,) = answer["choices"]
+            whole = choice["token_ids"] is not None and choice["logprobs"]["token_logprobs"] is not None
+        except (KeyError, TypeError, ValueError):
+            whole = False
+        if not whole:
+            raise ServerError(
+                f"the rollout server {self.connection.url} answers without token ids or log-probs; vLLM 0.32 gives both"
+            )
+        return dict(choice)
+
+    def _model_card(self) -> dict[str, Any]:
+        name = self.settings.name
+        cards = (self.connection.get("/v1/models") or {}).get("data") or []
+        fitting = [card for card in cards if name in (None, card.get("id"))]
+        if len(fitting) != 1 or "max_model_len" not in fitting[0]:
+            raise ServerError(
+                f"the rollout server {self.connection.url} has the models {[card.get('id') for card in cards]}; "
+                f"engine.server.name is {name!r}, which must name one of a vLLM server"
+            )
+        return dict(fitting[0])
+
+    def _check_logprobs(self, request: dict[str, Any]) -> None:
+        """Does the server give the log-probs that it samples with? At temperature 1 without padded ids all servers do."""
+        temperature, bias = request["temperature"], request["logit_bias"]
+        kind = (temperature, bias is not None)
+        if kind in self._checked or (temperature in (0, 1) and bias is None):
             return
-        fields = {**request_fields(self.settings, self.vocabulary), "prompt": list(prompt.token_ids), "logprobs": 1}
-        fields |= {"temperature": 0.0, "max_tokens": 1}
-        likeliest = self.server.complete(fields)
-        ruled_out = {**(self.vocabulary.bias or {}), likeliest["token_ids"][0]: IMPOSSIBLE}
-        without = self.server.complete({**fields, "logit_bias": ruled_out})
+        fields = {**request, "logprobs": 1, "temperature": 0.0, "max_tokens": 1}
+        likeliest = self._complete(fields)
+        without = self._complete({**fields, "logit_bias": {**(bias or {}), likeliest["token_ids"][0]: IMPOSSIBLE}})
         best, next_best = (max(choice["logprobs"]["top_logprobs"][0].values()) for choice in (likeliest, without))
         if abs(best - next_best) < 1e-6:  # ruling the likeliest id out changes all log-probs that know of it
             raise ServerError(
-                f"the rollout server gives log-probs before the temperature ({self.settings.temperature}) and the padded ids "
-                "count: start it with --logprobs-mode processed_logprobs"
+                f"the rollout server gives log-probs before the temperature ({temperature}) and the padded ids count: start it "
+                "with --logprobs-mode processed_logprobs"
             )
-        self._checked = True
+        self._checked.add(kind)

@@ -1,8 +1,8 @@
-"""vLLM in this process: an engine that holds a copy of the student's weights, and samplers that share it.
+"""vLLM in this process, with a copy of the student's weights.
 
 The engine is built from the student's config alone and gets all its weights from the student, before the first rollout and
 after every update. So there is one way in which weights come, whatever the student was loaded from, and no folder that could
-hold others. vLLM is an extra (`iwopd[vllm]`) and imported when an engine is built.
+hold others. vLLM is an extra (`iwopd[vllm]`) and imported when an engine is opened.
 """
 
 from __future__ import annotations
@@ -11,89 +11,79 @@ import importlib
 import os
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from iwopd.errors import UserError
-from iwopd.rollout.requests import (
-    Vocabulary,
-    check_prompts,
-    check_settings,
-    read_rollout,
-    request_fields,
-    request_seed,
-)
-from iwopd.rollout.sampler import Listener
+from iwopd.config.engines import VllmSettings
+from iwopd.model_facts import context_length
+from iwopd.rollout.engine import Engine, EngineError, Student
+from iwopd.rollout.requests import Answer, RequestSampler
+from iwopd.rollout.sampler import UNLIMITED
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rollout.weights import checkpoint_weights, plain_config, save_weights, weights_version
-from iwopd.types import Prompt, Rollout
 
 
-class VllmError(UserError, RuntimeError):
+class VllmError(EngineError):
     """vLLM that is not there or does not start, with the reason."""
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """How vLLM runs. `sleep`: give its GPU memory back between rollouts."""
+class VllmEngine(Engine):
+    """One vLLM with the weights of the student."""
 
-    max_model_len: int
-    dtype: str = "float32"
-    memory_share: float = 0.4
-    cache_gb: float | None = None
-    tensor_parallel: int = 1
-    eager: bool = False
-    sleep: bool = False
-    seed: int = 0
+    settings_type = VllmSettings
 
-
-class VllmEngine:
-    """One vLLM with the weights of `student`; whoever samples calls `ready` first."""
-
-    def __init__(self, student: nn.Module, options: EngineOptions) -> None:
+    def __init__(self, student: Student, settings: VllmSettings) -> None:
         """Start vLLM; with several GPUs (tensor parallel) it has processes of its own, and weights travel through files."""
-        self.student = student
-        self.options = options
+        super().__init__(student, settings)
+        self.settings = settings
+        most = context_length(student.model.config) or UNLIMITED
+        self.context: int = min(settings.max_model_len or student.longest or most, most)
         self._synced: Any = None
         self._asleep = False
         self._folder = tempfile.TemporaryDirectory(prefix="iwopd-vllm-", ignore_cleanup_errors=True)
         self._on_cpu = not torch.cuda.is_available()
         # vLLM 0.32 on a CPU packs an output matrix that is the embedding when it starts, and leaves it as it was when weights
         # are reloaded: there the engine gets one of its own.
-        plain_config(student, untied=self._on_cpu).save_pretrained(self._folder.name)
+        plain_config(student.model, untied=self._on_cpu).save_pretrained(self._folder.name)
         try:
             self.llm = self._start()
         except BaseException:
             self._folder.cleanup()
             raise
 
+    @property
+    def dtype(self) -> str:
+        return self.settings.dtype or self.student.dtype
+
+    def sampler(self, settings: SamplingSettings) -> RequestSampler:
+        return RequestSampler(self, settings)
+
     def _start(self) -> Any:
-        if self.options.sleep and self._on_cpu:
-            raise VllmError("vllm.sleep frees GPU memory, and there is no GPU here: leave it out")
+        settings = self.settings
+        if settings.sleep and self._on_cpu:
+            raise VllmError("engine.vllm.sleep frees GPU memory, and there is no GPU here: leave it out")
         # In this process, so that weights need no copy on their way; and quiet, because the console is the run's.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        cache_gb = self.options.cache_gb or (1.0 if self._on_cpu else None)
+        cache_gb = settings.cache_gb or (1.0 if self._on_cpu else None)
         arguments: dict[str, Any] = {
             "model": self._folder.name,
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
-            "dtype": self.options.dtype,
-            "max_model_len": self.options.max_model_len,
-            "gpu_memory_utilization": self.options.memory_share,
+            "dtype": self.dtype,
+            "max_model_len": self.context,
+            "gpu_memory_utilization": settings.memory_share,
             "kv_cache_memory_bytes": None if cache_gb is None else int(cache_gb * 2**30),
-            "tensor_parallel_size": self.options.tensor_parallel,
-            "enforce_eager": self.options.eager,
+            "tensor_parallel_size": settings.tensor_parallel,
+            "enforce_eager": settings.eager,
             "enable_prefix_caching": True,
-            "enable_sleep_mode": self.options.sleep,
-            "seed": self.options.seed,
+            "enable_sleep_mode": settings.sleep,
+            "seed": self.student.seed,
             "disable_log_stats": True,
         }
         try:
@@ -101,54 +91,59 @@ class VllmEngine:
                 return importlib.import_module("vllm").LLM(**arguments)
         except (ImportError, AttributeError) as error:
             raise VllmError(
-                f"rollout.engine = 'vllm' needs vLLM, which cannot be imported ({error}): pip install 'iwopd[vllm]', in an "
-                "environment of its own (docs/vllm.md), or set rollout.engine = 'local'"
+                f"the engine 'vllm' needs vLLM, which cannot be imported ({error}): pip install 'iwopd[vllm]', in an "
+                "environment of its own (docs/vllm.md), or use the engine 'local'"
             ) from None
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise VllmError(f"vLLM does not start with this student: {error}") from error
 
-    def ready(self) -> None:
-        """Awake and with the student's weights of this moment."""
+    def update_weights(self) -> None:
+        """Wake vLLM if it sleeps, and hand it the student's weights if they have changed."""
         if self._asleep:
             self.llm.wake_up(tags=["weights"])
-        if self._asleep or self._synced != weights_version(self.student):
+        if self._asleep or self._synced != weights_version(self.student.model):
             self._sync()
         if self._asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
 
-    def run(self, requests: Sequence[tuple[Any, Any]]) -> Generator[tuple[int, Any], None, None]:
-        """Number and output of each request (prompt, parameters) as it is finished."""
+    def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
+        """Number and answer of each request, as they are finished."""
+        vllm: Any = importlib.import_module("vllm")
         core = self.llm.llm_engine
+        once = {"detokenize": False, "output_kind": vllm.sampling_params.RequestOutputKind.FINAL_ONLY}
         waiting = {str(number) for number in range(len(requests))}
         try:
             with torch.inference_mode():
-                for number, (prompt, parameters) in enumerate(requests):
-                    core.add_request(str(number), prompt, parameters)
+                for number, request in enumerate(requests):
+                    fields = {name: value for name, value in request.items() if name != "prompt"}
+                    prompt = {"prompt_token_ids": request["prompt"]}
+                    core.add_request(str(number), prompt, vllm.SamplingParams(**fields, **once))
             while core.has_unfinished_requests():
                 with torch.inference_mode():
                     results = core.step()
                 for result in results:
                     waiting.discard(result.request_id)
-                    yield int(result.request_id), result.outputs[0]
+                    yield int(result.request_id), _read(result.outputs[0])
         finally:
             if waiting:  # whoever asked has failed: the next ones must not get these answers
                 core.abort_request(sorted(waiting))
+        self._rest()
 
-    def rest(self) -> None:
-        """Give the GPU back, if so set. The weights need not be kept: they come anew with `ready`."""
-        if self.options.sleep and not self._asleep:
+    def _rest(self) -> None:
+        """Free the GPU's memory, if so set. The weights need not be kept: they come again with `update_weights`."""
+        if self.settings.sleep and not self._asleep:
             self.llm.sleep(level=2)
             self._asleep = True
 
     def _sync(self) -> None:
-        version = weights_version(self.student)
-        if self.options.tensor_parallel == 1:
-            weights = checkpoint_weights(self.student, untied=self._on_cpu)
+        version = weights_version(self.student.model)
+        if self.settings.tensor_parallel == 1:
+            weights = checkpoint_weights(self.student.model, untied=self._on_cpu)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         else:
             with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
-                save_weights(self.student, Path(folder) / "weights")
+                save_weights(self.student.model, Path(folder) / "weights")
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(Path(folder) / "weights")})
         if not self.llm.reset_prefix_cache():  # what it holds was computed with other weights
             raise VllmError("vLLM did not forget its prefix cache after new weights: it still has requests under way")
@@ -160,53 +155,10 @@ class VllmEngine:
         self._folder.cleanup()
 
 
-class VllmSampler:
-    """A `Sampler` that writes through an engine. Several (training, evaluation) share one."""
-
-    def __init__(self, engine: VllmEngine, settings: SamplingSettings, *, vocab_size: int) -> None:
-        """`vocab_size`: ids from here on do not exist (padding rows of the output matrix)."""
-        check_settings(settings)
-        self.engine = engine
-        self.settings = settings
-        self.vocabulary = Vocabulary(vocab_size, output_rows(engine.student))
-
-    def sample(
-        self, prompts: Sequence[Prompt], *, seed: int, step: int, samples: int = 1, finished: Listener | None = None
-    ) -> list[Rollout]:
-        """`samples` rollouts of each prompt, in order, with the student's weights of this moment."""
-        check_prompts(prompts, self.settings, self.vocabulary, self.engine.options.max_model_len)
-        if not prompts:
-            return []
-        vllm: Any = importlib.import_module("vllm")
-        places = [(prompt, sample) for prompt in prompts for sample in range(samples)]
-        fields = request_fields(self.settings, self.vocabulary)
-        fields |= {"detokenize": False, "output_kind": vllm.sampling_params.RequestOutputKind.FINAL_ONLY}
-        requests = [
-            (
-                {"prompt_token_ids": list(prompt.token_ids)},
-                vllm.SamplingParams(**fields, seed=request_seed(seed, step, prompt.id, sample)),
-            )
-            for prompt, sample in places
-        ]
-        self.engine.ready()
-        rollouts: dict[int, Rollout] = {}
-        with closing(self.engine.run(requests)) as outputs:
-            for number, output in outputs:
-                prompt, sample = places[number]
-                token_ids = list(output.token_ids)
-                logprobs = [place[token].logprob for place, token in zip(output.logprobs, token_ids, strict=True)]
-                rollouts[number] = read_rollout(
-                    prompt, sample, token_ids, logprobs, output.finish_reason, self.settings, self.vocabulary
-                )
-                if finished is not None:
-                    finished(number, rollouts[number])
-        self.engine.rest()
-        return [rollouts[number] for number in range(len(places))]
-
-
-def output_rows(model: Any) -> int:
-    """Rows of the output matrix."""
-    return int(model.get_output_embeddings().weight.shape[0])
+def _read(output: Any) -> Answer:
+    token_ids = list(output.token_ids)
+    logprobs = [place[token].logprob for place, token in zip(output.logprobs, token_ids, strict=True)]
+    return Answer(token_ids, logprobs, output.finish_reason)
 
 
 @contextmanager

@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from iwopd.errors import UserError
+from iwopd.adapters import adapter_layers, merged_weight
+from iwopd.rollout.engine import EngineError
 
 SHARD_BYTES = 4 * 2**30
 """Weights of one file; so much is copied at a time."""
 
 
-class WeightSyncError(UserError, RuntimeError):
+class WeightSyncError(EngineError):
     """Weights that cannot reach the engine that writes the rollouts."""
 
 
@@ -41,14 +42,14 @@ def checkpoint_weights(model: Any, *, untied: bool = False) -> Iterator[tuple[st
             "the student's weights are quantised, and an engine would need them whole: set rollout.engine = 'local', or train "
             "without quantisation (lora.quantize = 'none')"
         )
-    merged = {f"{name}.": module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    merged = {f"{name}.": module for name, module in adapter_layers(model)}
     weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         layer = next((layer for layer in merged if name.startswith(layer)), None)
         if layer is None:
             weights[name] = parameter.detach()
         elif name == f"{layer}base_layer.weight":
-            weights[f"{layer}weight"] = _merged(merged[layer])
+            weights[f"{layer}weight"] = merged_weight(merged[layer])
         elif name.startswith(f"{layer}base_layer."):
             weights[layer + name.removeprefix(f"{layer}base_layer.")] = parameter.detach()
     if untied:
@@ -56,16 +57,6 @@ def checkpoint_weights(model: Any, *, untied: bool = False) -> Iterator[tuple[st
         name = next(name for name, module in model.named_modules() if module is head)
         weights.setdefault(f"{name}.weight", head.weight.detach())
     yield from revert_weight_conversion(model, weights).items()
-
-
-def _merged(layer: Any) -> Tensor:
-    """The weight of a LoRA layer with its active adapters."""
-    weight: Tensor = layer.base_layer.weight.detach()
-    deltas = [layer.get_delta_weight(name) for name in layer.active_adapters if name in layer.lora_A]
-    total = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    for delta in deltas:
-        total = total + delta
-    return total.to(weight.dtype)
 
 
 def plain_config(model: Any, *, untied: bool = False) -> Any:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from iwopd.background import in_background
-from iwopd.http import GarbledError, hide_key, key_headers, parse
+from iwopd.http_clients import GarbledError, hide_key, key_headers, parse
 from iwopd.teacher.dialects import DIALECTS, TokenSequence
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
-from iwopd.teacher.http import UnreachableError, client, exchange
+from iwopd.teacher.exchange import UnreachableError, client, exchange
 from iwopd.teacher.replicas import Replica
 from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.types import Prompt, Rollout

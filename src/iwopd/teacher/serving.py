@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from iwopd.errors import UserError
-from iwopd.http import LOOPBACK
+from iwopd.http_clients import LOOPBACK
 from iwopd.teacher.dialects import IMPOSSIBLE
 from iwopd.teacher.serving_model import Scored, ServingModel
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from iwopd.lm import Sequences
+from iwopd.model_facts import output_rows
 from iwopd.models import ModelError, load_tokenizer
 from iwopd.teacher.dialects import Drawn
 from iwopd.teacher.local import LocalScorer
@@ -94,7 +95,7 @@ class ServingModel:
 
 def served_vocabulary(source: str, model: Any) -> int:
     """Ids that can occur: those of the model's tokenizer where it brings one, else the rows of its output matrix."""
-    rows = int(model.get_output_embeddings().weight.shape[0])
+    rows = output_rows(model)
     folder = Path(source)
     if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
         return rows

@@ -22,11 +22,11 @@ from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
 from iwopd.lm import HeadCheck, Sequences
 from iwopd.models import ModelSource, load_tokenizer, stop_ids
+from iwopd.rollout.engine import ENGINES, Engine, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
-from iwopd.train.engines import open_engine
 from iwopd.train.learner import Learner
 from iwopd.train.loading import load_reference, load_student, load_teacher, open_world, reference_source, source_of
 from iwopd.train.ranks import Ranks
@@ -59,8 +59,8 @@ class Parts:
     tasks: list[Task]
     ranks: Ranks
     device: torch.device
-    close_engine: Callable[[], None]
-    """Ends the engine that the samplers share."""
+    engine: Engine
+    """Shared by the samplers."""
     max_response: int
     """Most tokens of a rollout."""
 
@@ -68,7 +68,7 @@ class Parts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close_engine()
+        self.engine.close()
 
 
 def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = None) -> Parts:
@@ -100,26 +100,22 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
         "reference": _reference_scorer(config, world, tokenizer, student, scorer, accelerator.device),
     }
     heads = check_heads(scorers, order.prompts)
-    objective = config.method.made
-    learner = Learner(student_scorer.lm, config.optim, objective, accelerator, ranks)
+    learner = Learner(student_scorer.lm, config.optim, config.method.made, accelerator, ranks)
     # Last, because it may start processes: whatever fails before leaves nothing open.
     in_tasks = [len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts]
-    context = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    make_sampler, close_engine = open_engine(
-        config, student, context=context, pad_id=pad_id, vocab_size=vocab_size, ranks=ranks
-    )
+    longest = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
+    engine = _open_engine(config, student, tokenizer, longest, ranks)
     stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
 
     def sampler(limit: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
-        return make_sampler(SamplingSettings(limit, temperature, top_p, top_k, stops))
+        return engine.sampler(SamplingSettings(limit, temperature, top_p, top_k, stops))
 
     try:
         return Parts(
             tokenizer=tokenizer,
             student=student,
             order=order,
-            objective=objective,
+            objective=learner.objective,
             sampler=sampler(max_tokens, config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
             eval_samplers={task.name: sampler(task.max_tokens, task.temperature) for task in tasks},
             student_scorer=student_scorer,
@@ -130,11 +126,11 @@ def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = No
             tasks=tasks,
             ranks=ranks,
             device=accelerator.device,
-            close_engine=close_engine,
+            engine=engine,
             max_response=max_tokens,
         )
     except BaseException:
-        close_engine()
+        engine.close()
         raise
 
 
@@ -150,6 +146,17 @@ def check_heads(scorers: Mapping[str, Scorer | None], prompts: Sequence[Prompt])
     sequences = Sequences.build([piece[:1] for piece in pieces], [piece[1:] for piece in pieces])
     local = {name: one for kind, scorer in scorers.items() if scorer for name, one in scorer.local(kind).items()}
     return {name: one.check_head(sequences, trained=name == "student") for name, one in local.items()}
+
+
+def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ranks: Ranks) -> Engine:
+    name = config.rollout.engine
+    if ranks.count > 1 and not ENGINES[name].several_ranks:
+        raise ConfigError(
+            f"rollout.engine = {name!r} feeds one training process, and there are {ranks.count}: start one, or set "
+            "rollout.engine = 'local'"
+        )
+    about = Student.of(student, tokenizer, longest=longest, dtype=config.models.dtype, seed=config.seed)
+    return ENGINES[name](about, config.engine.of(name))
 
 
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:

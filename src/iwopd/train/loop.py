@@ -72,7 +72,7 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> Ste
     )
     clock.lap("rollout")
     scored = score_step(config, parts, written, step)
-    mismatch = mismatch_metrics(config, scored.batch, step)
+    mismatch = mismatch_metrics(config, parts, scored.batch, step)
     clock.lap("teacher")
     signal = objective.signal(scored.evidence)
     columns = loss_columns(objective, scored.batch, scored.evidence, signal)

@@ -23,22 +23,22 @@ class MismatchError(UserError, RuntimeError):
 
 def check_engine(config: Config, parts: Parts, step: int) -> None:
     """Before the first step: the engine's log-probs of a few rollouts against the trainer's."""
-    if config.rollout.engine == "local":
+    if parts.engine.exact:
         return
     rollouts = parts.sampler.sample(parts.order.batch(step)[:4], seed=config.seed, step=step)
     scores = parts.student_scorer.score(rollouts)
     ours, theirs = torch.cat(scores), torch.cat([rollout.rollout_logprobs for rollout in rollouts])
-    _judge(config, algo.rollout_mismatch(ours[None], theirs[None], torch.ones_like(ours[None], dtype=torch.bool)), step)
+    _judge(config, parts, algo.rollout_mismatch(ours[None], theirs[None], torch.ones_like(ours[None], dtype=torch.bool)), step)
 
 
-def mismatch_metrics(config: Config, batch: TokenBatch, step: int) -> dict[str, float]:
+def mismatch_metrics(config: Config, parts: Parts, batch: TokenBatch, step: int) -> dict[str, float]:
     """Statistics of the rollout correction of a step; none if the trainer itself wrote. Too large a mismatch ends the run."""
     if batch.rollout_logprobs is None:
         return {}
     threshold = config.method.model_dump().get("correction_threshold", CORRECTION_THRESHOLD)
     everywhere = torch.ones_like(batch.old_logprobs, dtype=torch.bool)
     mismatch = algo.rollout_mismatch(batch.old_logprobs, batch.rollout_logprobs, everywhere, threshold)
-    _judge(config, mismatch, step)
+    _judge(config, parts, mismatch, step)
     return {
         "correction/ratio_mean": mismatch.mean_ratio,
         "correction/ratio_deviation": mismatch.largest_deviation,
@@ -47,15 +47,15 @@ def mismatch_metrics(config: Config, batch: TokenBatch, step: int) -> dict[str, 
     }
 
 
-def _judge(config: Config, mismatch: algo.Mismatch, step: int) -> None:
-    precisions = [config.models.dtype, config.vllm.dtype or config.models.dtype]
+def _judge(config: Config, parts: Parts, mismatch: algo.Mismatch, step: int) -> None:
+    precisions = [config.models.dtype, parts.engine.dtype]
     if config.precision == "bf16":
         precisions.append("bfloat16")
-    limit = config.vllm.mismatch_limit or max(LIMITS[name] for name in precisions)
+    limit = config.rollout.mismatch_limit or max(LIMITS[name] for name in precisions)
     if not mismatch.mean_difference <= limit:
         raise MismatchError(
             f"step {step}: the log-probs of rollout.engine = {config.rollout.engine!r} differ from the trainer's by "
             f"{mismatch.mean_difference:.3g} on average (limit {limit:g}; largest ratio 1 ± {mismatch.largest_deviation:.3g}): "
-            "the engine has other weights, another temperature or a coarser precision. Check vllm.dtype and the server's "
-            "model; raise vllm.mismatch_limit only if you know why"
+            "the engine has other weights, another temperature or a coarser precision. Check the engine's dtype and "
+            "model (section engine); raise rollout.mismatch_limit only if you know why"
         )

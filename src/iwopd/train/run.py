@@ -8,8 +8,7 @@ from pathlib import Path
 
 from iwopd import algo, tiny
 from iwopd.config import Config
-from iwopd.rollout.http import ServerError
-from iwopd.rollout.weights import WeightSyncError
+from iwopd.rollout.engine import EngineError
 from iwopd.teacher.errors import TeacherError
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
@@ -84,7 +83,7 @@ def _train(
             tracker.say(f"resuming {run.path} after step {state.step}")
         try:
             return train(config, parts, run, store, tracker, state)
-        except (TeacherError, ServerError, WeightSyncError) as error:  # earlier steps are good
+        except (TeacherError, EngineError) as error:  # earlier steps are good
             words = _keep_finished(config, parts, run, store, state)
             raise TrainingStoppedError(f"{error}\n{words}", error.exit_code) from None
 

@@ -32,16 +32,16 @@ TEACHERS_PLACE = tuple(
 )
 """Where the teacher is and how it is asked: a server may come back elsewhere."""
 ENGINES_PLACE = tuple(
-    f"vllm.{name}"
+    f"engine.{name}"
     for name in (
-        "url",
-        "api_key_env",
-        "weights_folder",
-        "max_in_flight",
-        "request_timeout",
-        "patience",
-        "memory_share",
-        "sleep",
+        "server.url",
+        "server.api_key_env",
+        "server.weights_folder",
+        "server.max_in_flight",
+        "server.request_timeout",
+        "server.patience",
+        "vllm.memory_share",
+        "vllm.sleep",
     )
 )
 """Where an engine is and how it is run: a server may come back elsewhere."""

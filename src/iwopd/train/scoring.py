@@ -47,7 +47,7 @@ def score_step(config: Config, parts: Parts, written: Written, step: int) -> Sco
             lp_r = algo.floor_logprobs(lp_r, everywhere, name="reference_logprobs").logprobs
         scored.append(ScoredRollout(rollout, lp_0, floored.logprobs, lp_r))
         count += floored.floored
-    batch = TokenBatch.collate(scored, correct_rollouts=config.rollout.engine != "local")
+    batch = TokenBatch.collate(scored, correct_rollouts=not parts.engine.exact)
     mask = batch.mask
     if config.rollout.truncated == "mask":
         mask = mask & torch.tensor([rollout.stop_reason == "eos" for rollout in kept])[:, None]

@@ -38,10 +38,6 @@ class Pair:
     def vocab_size(self) -> int:
         return len(self.tokenizer)
 
-    @property
-    def pad_id(self) -> int:
-        return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-
 
 @dataclass(frozen=True)
 class Material:

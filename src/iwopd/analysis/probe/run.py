@@ -26,7 +26,8 @@ from iwopd.analysis.probe.verdict import judge
 from iwopd.eval.statistics import Interval, interval_over_problems
 from iwopd.lm import ResponseModel
 from iwopd.models import stop_ids
-from iwopd.rollout.local import LocalSampler
+from iwopd.rollout.engine import EngineChoice, Student
+from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
 from iwopd.types import Rollout
 
@@ -88,10 +89,11 @@ class _Run:
     # --- rollouts and scores ---
 
     def _sample(self) -> list[Rollout]:
-        sampler = self._sampler(self.pair.student)
         prompts = self.material.prompts
         rollouts = []
-        with self._stage("rollouts", len(prompts)):
+        longest = max(len(prompt.token_ids) for prompt in prompts) + self.settings.max_tokens
+        opened = self._sampler(self.settings.engine, self.pair.student, longest)
+        with self._stage("rollouts", len(prompts)), opened as sampler:
             for start in range(0, len(prompts), CHUNK_PROMPTS):
                 part = prompts[start : start + CHUNK_PROMPTS]
                 try:
@@ -153,18 +155,21 @@ class _Run:
         if material.check is None or not known:
             self._miss(["handoff"], "the prompts have no answers to check: name a --task, or add the field 'answer'")
             return
+        longest = max(len(rollout.prompt.token_ids) + len(rollout) for rollout in known) + settings.max_tokens
+        opened = self._sampler(settings.teacher_engine, self.pair.teacher, longest)
         with self._stage("hand-off", len(known)):
             try:
-                scores = handoff_scores(
-                    known,
-                    self._sampler(self.pair.teacher),
-                    self.pair.tokenizer,
-                    material.check,
-                    fractions=settings.fractions,
-                    continuations=settings.continuations,
-                    seed=settings.seed,
-                    advance=self.progress.advance,
-                )
+                with opened as sampler:
+                    scores = handoff_scores(
+                        known,
+                        sampler,
+                        self.pair.tokenizer,
+                        material.check,
+                        fractions=settings.fractions,
+                        continuations=settings.continuations,
+                        seed=settings.seed,
+                        advance=self.progress.advance,
+                    )
             except (SamplingError, FloatingPointError) as error:
                 self._miss(["handoff"], f"the teacher cannot continue the student's prefixes: {error}")
                 return
@@ -255,10 +260,13 @@ class _Run:
     def _lm(self, model: Any) -> ResponseModel:
         return ResponseModel(model, temperature=self.settings.temperature, vocab_size=self.pair.vocab_size)
 
-    def _sampler(self, model: Any) -> LocalSampler:
+    @contextmanager
+    def _sampler(self, choice: EngineChoice, model: Any, longest: int) -> Iterator[Sampler]:
         stops = stop_ids(self.pair.tokenizer, self.pair.student)
         settings = SamplingSettings(self.settings.max_tokens, self.settings.temperature, stop_ids=stops)
-        return LocalSampler(model, settings, pad_id=self.pair.pad_id, vocab_size=self.pair.vocab_size)
+        student = Student.of(model, self.pair.tokenizer, longest=longest, seed=self.settings.seed)
+        with choice.open(student) as engine:
+            yield engine.sampler(settings)
 
     def _miss(self, parts: Sequence[str], reason: str) -> None:
         for part in parts:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from iwopd.algo.drift import DRIFT
 from iwopd.analysis.handoff import FRACTIONS
 from iwopd.analysis.probe.result import ProbeError
+from iwopd.rollout.engine import LOCAL, EngineChoice
 
 PARTS = ("handoff", "positions", "overlap", "likelihood", "rules", "alignment")
 """What can be left out with --skip. `positions` includes the drift."""
@@ -40,6 +41,10 @@ class ProbeSettings:
     skip: frozenset[str] = frozenset()
     rules: tuple[str, ...] = ()
     """Further rules, as `name:param=value,...`."""
+    engine: EngineChoice = LOCAL
+    """Writes the student's rollouts."""
+    teacher_engine: EngineChoice = LOCAL
+    """Writes the teacher's continuations."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "samples", "continuations", "bins", "top_k", "batches", "batch_prompts"):
@@ -63,7 +68,9 @@ class ProbeSettings:
                 raise ProbeError(f"--skip names {part!r}; the parts are {', '.join(PARTS)}")
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "fractions": list(self.fractions), "skip": sorted(self.skip), "rules": list(self.rules)}
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        engines = {"engine": self.engine.name, "teacher_engine": self.teacher_engine.name}
+        return plain | engines | {"fractions": list(self.fractions), "skip": sorted(self.skip), "rules": list(self.rules)}
 
 
 def option(name: str) -> str:

@@ -168,7 +168,7 @@ def step_time(job: Job, layout: Layout, rates: Rates) -> StepTime:
 
 
 def _has_engine(job: Job, layout: Layout) -> bool:
-    return layout.engine == "verl" or job.config.rollout.engine != "local"
+    return layout.engine == "verl" or job.engine_weights != "student"
 
 
 def _training_rate(model: Model, rates: Rates) -> float:
@@ -177,7 +177,7 @@ def _training_rate(model: Model, rates: Rates) -> float:
 
 def _rollout(job: Job, layout: Layout, rates: Rates) -> tuple[float, int, Limit]:
     """Seconds, rows under way, and what holds it up."""
-    if layout.engine == "local" and job.config.rollout.engine == "server":
+    if layout.engine == "local" and job.engine_weights == "elsewhere":
         return 0.0, 0, ""  # somebody else's GPU, which the plan does not know
     if not _has_engine(job, layout):
         rates = known.own_sampler(rates)
@@ -223,6 +223,6 @@ def split_settings(plan: Plan) -> list[str]:
     chosen = [f"--cluster.teacher_gpus {layout.teacher_gpus}"] if settings.teacher_gpus != layout.teacher_gpus else []
     if settings.teacher_tensor_parallel != layout.teacher_shards:
         chosen.append(f"--cluster.teacher_tensor_parallel {layout.teacher_shards}")
-    if plan.job.config.vllm.tensor_parallel != layout.rollout_shards:
-        chosen.append(f"--vllm.tensor_parallel {layout.rollout_shards}")
+    if plan.job.config.engine.vllm.tensor_parallel != layout.rollout_shards:
+        chosen.append(f"--engine.vllm.tensor_parallel {layout.rollout_shards}")
     return chosen

@@ -9,6 +9,7 @@ from typing import Any
 from iwopd.cluster.plan.gpus import PlanError
 from iwopd.cluster.plan.models import Model, describe, read_model
 from iwopd.config import Config
+from iwopd.config.engines import engine_type
 from iwopd.tiny.models import ModelSize, new_model
 from iwopd.tiny.world import max_response_tokens
 from iwopd.train.loading import reference_source, source_of, world_recipe
@@ -64,10 +65,16 @@ class Job:
         return BYTES[self.config.models.dtype]
 
     @property
+    def engine_weights(self) -> str:
+        """Where the rollout engine has its weights: see `rollout.engine.Engine.weights`."""
+        return engine_type(self.config.rollout.engine).weights
+
+    @property
     def engine_bytes(self) -> int:
         """Of a parameter in vLLM's copy of the student."""
         config = self.config
-        return BYTES[config.vllm.dtype or ("bfloat16" if config.precision == "bf16" else config.models.dtype)]
+        vllm = config.engine.server if self.engine_weights == "elsewhere" else config.engine.vllm
+        return BYTES[vllm.dtype or ("bfloat16" if config.precision == "bf16" else config.models.dtype)]
 
     @property
     def teacher_bytes(self) -> int:

@@ -102,7 +102,7 @@ def layouts(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int) -> Iterator[Layo
             f"no split of {nodes} x {gpus_per_node} GPUs between student and teacher works: the student's must divide the "
             f"{job.rollouts // job.config.optim.mini_batches} rollouts of an update, the teacher's be whole machines or the "
             "same number on each, and tensor-parallel groups fill both; change --nodes, cluster.teacher_gpus, "
-            "cluster.teacher_tensor_parallel, vllm.tensor_parallel or rollout.prompts_per_step"
+            "cluster.teacher_tensor_parallel, engine.vllm.tensor_parallel or rollout.prompts_per_step"
         )
 
 
@@ -131,9 +131,9 @@ def _on_verl(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_gpus: i
         teacher = teacher_need(job, gpu, teacher_shards, settings.teacher_memory_share)
         if teacher.verdict != "no":
             break
-    if teacher_gpus % teacher_shards or student_gpus % job.config.vllm.tensor_parallel:
+    if teacher_gpus % teacher_shards or student_gpus % job.config.engine.vllm.tensor_parallel:
         return
-    for rollout_shards in _shards(job.config.vllm.tensor_parallel, student_gpus // student_nodes):
+    for rollout_shards in _shards(job.config.engine.vllm.tensor_parallel, student_gpus // student_nodes):
         memory = student_memory(job, student_gpus, rollout_shards, settings.sequence_parallel)
         update, writing, cache = _student_needs(job, gpu, memory, rollout_shards, settings.offload)
         yield Layout(
@@ -179,7 +179,7 @@ def student_memory(job: Job, gpus: int, rollout_shards: int, sequence_parallel: 
 
 
 def _student_needs(job: Job, gpu: Gpu, memory: StepMemory, shards: int, offload: bool) -> tuple[Need, Need, float]:
-    share = job.config.vllm.memory_share
+    share = job.config.engine.vllm.memory_share
     row = job.longest * cache_elements(job.student.config) * job.engine_bytes / shards
     resident = 0.0 if offload else memory.resident
     cache = max(0.0, share * gpu.memory - memory.engine - ENGINE_WORKING)
@@ -202,11 +202,11 @@ def _student_needs(job: Job, gpu: Gpu, memory: StepMemory, shards: int, offload:
     parts = {"training state": resident, "engine's weights": memory.engine, "working": ENGINE_WORKING}
     if cache < row:  # not even one longest answer: the share is too small
         needed, available = memory.engine + ENGINE_WORKING + row, share * gpu.memory
-        way_out = f"raise vllm.memory_share (now {share:g}) or vllm.tensor_parallel, or lower rollout.max_tokens"
+        way_out = f"raise engine.vllm.memory_share (now {share:g}) or engine.vllm.tensor_parallel, or lower rollout.max_tokens"
         writing = Need("student, rollouts", needed, available, parts | {"one longest answer": row}, way_out, 1.0)
     else:
         needed = resident + share * gpu.memory
-        way_out = f"lower vllm.memory_share (now {share:g}), set cluster.offload = true, or use more GPUs for the student"
+        way_out = f"lower engine.vllm.memory_share (now {share:g}), set cluster.offload = true, or give the student more GPUs"
         writing = Need("student, rollouts", needed, gpu.memory, parts | {"cache": cache}, way_out, 1.05)
     return update, writing, shards * cache / (cache_elements(job.student.config) * job.engine_bytes)
 
@@ -234,8 +234,8 @@ def local_layout(job: Job, gpu: Gpu) -> Layout:
     config = job.config
     elsewhere = job.teacher is None or config.models.teacher_device is not None
     frozen = {"none": float(job.weight_bytes), "8bit": 1.0, "4bit": 0.55}[config.lora.quantize]
-    own_engine = config.rollout.engine == "vllm"
-    here = config.rollout.engine != "server"
+    own_engine = job.engine_weights == "copy"
+    here = job.engine_weights != "elsewhere"
     memory = step_memory(
         job.student.config,
         None if elsewhere or job.teacher is None else job.teacher.config,
@@ -252,12 +252,12 @@ def local_layout(job: Job, gpu: Gpu) -> Layout:
     )
     per_token = cache_elements(job.student.config) * job.compute_bytes
     free = gpu.memory / MARGIN - memory.resident
-    room = (config.vllm.memory_share * gpu.memory - memory.engine - ENGINE_WORKING) if own_engine else free / 2
+    room = (config.engine.vllm.memory_share * gpu.memory - memory.engine - ENGINE_WORKING) if own_engine else free / 2
     cache = max(room, 0.0)
     needed = memory.total if here else memory.update
     if own_engine:  # it keeps its share through the update, unless it sleeps
-        share = config.vllm.memory_share * gpu.memory
-        needed = max(memory.update, memory.resident + share) if config.vllm.sleep else memory.update + share
+        share = config.engine.vllm.memory_share * gpu.memory
+        needed = max(memory.update, memory.resident + share) if config.engine.vllm.sleep else memory.update + share
     need = Need(
         "the GPU",
         needed,

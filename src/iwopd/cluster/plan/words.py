@@ -178,10 +178,10 @@ def _bottleneck_words(plan: Plan) -> str:
     name = max(stages, key=lambda stage: stages[stage])
     share = f"What is the bottleneck? {name.capitalize()}: {100 * stages[name] / time.total:.0f} % of the step. "
     if name == "rollout":
-        engine = layout.engine == "verl" or job.config.rollout.engine == "vllm"
-        share_now, possible = job.config.vllm.memory_share, int(20 * layout.largest_share) / 20
+        engine = layout.engine == "verl" or job.engine_weights == "copy"
+        share_now, possible = job.config.engine.vllm.memory_share, int(20 * layout.largest_share) / 20
         raised = (
-            f"raise vllm.memory_share from {share_now:g} (up to {possible:g} fits)"
+            f"raise engine.vllm.memory_share from {share_now:g} (up to {possible:g} fits)"
             if possible > share_now
             else "set a lower rollout.max_tokens"
         )

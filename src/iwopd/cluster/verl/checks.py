@@ -118,9 +118,10 @@ def _sizes(config: Config, shared: Pools) -> Iterator[str]:
             f"cluster.sequence_parallel is {cluster.sequence_parallel}, which needs flash attention, but models.attention is "
             f"{config.models.attention!r}: leave one of them out"
         )
-    if student.gpus % config.vllm.tensor_parallel:
+    vllm = config.engine.vllm
+    if student.gpus % vllm.tensor_parallel:
         yield (
-            f"vllm.tensor_parallel is {config.vllm.tensor_parallel}, but the student has {student.gpus} GPUs: choose a divisor"
+            f"engine.vllm.tensor_parallel is {vllm.tensor_parallel}, but the student has {student.gpus} GPUs: choose a divisor"
         )
     if rollout.prompts_per_step % optim.mini_batches:
         yield (
@@ -140,9 +141,9 @@ def _sizes(config: Config, shared: Pools) -> Iterator[str]:
     except VerlError as error:
         yield str(error)
         return
-    if config.vllm.max_model_len is not None and config.vllm.max_model_len < longest:
+    if vllm.max_model_len is not None and vllm.max_model_len < longest:
         yield (
-            f"vllm.max_model_len is {config.vllm.max_model_len}, but data.max_prompt_tokens + rollout.max_tokens is {longest}: "
+            f"engine.vllm.max_model_len is {vllm.max_model_len}, but data.max_prompt_tokens + rollout.max_tokens is {longest}: "
             "answers would be cut off early; leave it out"
         )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from iwopd.config import Config
+from iwopd.config.engines import ServerSettings
 
 Kind = Literal["mapped", "data", "launcher", "unused", "only"]
 
@@ -48,7 +49,7 @@ _GGUF = "verl reads safetensors only: convert the model to a Hugging Face folder
 _REVISION = "verl loads no revisions: download it (hf download ID --revision REV --local-dir DIR) and name the folder"
 _SERVER = "verl starts the teacher's servers itself, on cluster.teacher_gpus: leave it out"
 _SERVER_SETTING = "of teacher servers elsewhere; verl starts its own"
-_ENGINE_SERVER = "verl starts the rollout servers itself: leave it out"
+_ROLLOUT_SERVER = "of a rollout server elsewhere; verl starts its own"
 _LORA = "of an adapter, and lora.rank must be 0"
 
 FIELDS: dict[str, Treatment] = {
@@ -99,7 +100,7 @@ FIELDS: dict[str, Treatment] = {
     "method.kl_coef": _only(0, "verl drops the KL when it trains on the teacher alone: set it to 0, or use the local engine"),
     # --- rollouts ---------------------------------------------------------------------------------------------------
     "rollout.engine": _only(
-        lambda engine, config: engine != "server",
+        lambda engine, config: engine in ("local", "vllm"),
         "verl's own servers write (cluster.backend): set it to 'vllm', or leave it out",
     ),
     "rollout.prompts_per_step": _mapped("data.train_batch_size"),
@@ -110,22 +111,16 @@ FIELDS: dict[str, Treatment] = {
     "rollout.top_k": _only(0, f"{_FILTERED}: sample from all of it with 0"),
     "rollout.stop_tokens": _only([], "verl stops where generation_config.json says: add the ids to its eos_token_id"),
     "rollout.truncated": _only("keep", "verl trains on answers that were cut off: set it to 'keep', or use the local engine"),
+    "rollout.mismatch_limit": _only(None, "a verl job is not ended for it: leave it out and watch correction/* in the metrics"),
     "rollout.overlap": _unused("verl's teacher scores every answer as soon as it is written"),
-    "vllm.dtype": _mapped(f"{_ROLLOUT}.dtype"),
-    "vllm.max_model_len": _mapped(f"{_ROLLOUT}.max_model_len"),
-    "vllm.memory_share": _mapped(f"{_ROLLOUT}.gpu_memory_utilization"),
-    "vllm.cache_gb": _only(None, "verl has no such setting: leave it out and set vllm.memory_share"),
-    "vllm.tensor_parallel": _mapped(f"{_ROLLOUT}.tensor_model_parallel_size"),
-    "vllm.eager": _mapped(f"{_ROLLOUT}.enforce_eager"),
-    "vllm.sleep": _unused("the student's engine always gives its memory back for the update (free_cache_engine)"),
-    "vllm.url": _only(None, _ENGINE_SERVER),
-    "vllm.name": _only(None, _ENGINE_SERVER),
-    "vllm.weights_folder": _only(None, _ENGINE_SERVER),
-    "vllm.api_key_env": _only(None, _ENGINE_SERVER),
-    "vllm.max_in_flight": _unused("of a rollout server elsewhere; verl starts its own"),
-    "vllm.request_timeout": _unused("of a rollout server elsewhere; verl starts its own"),
-    "vllm.patience": _unused("of a rollout server elsewhere; verl starts its own"),
-    "vllm.mismatch_limit": _only(None, "a verl job is not ended for it: leave it out and watch correction/* in the metrics"),
+    "engine.vllm.dtype": _mapped(f"{_ROLLOUT}.dtype"),
+    "engine.vllm.max_model_len": _mapped(f"{_ROLLOUT}.max_model_len"),
+    "engine.vllm.memory_share": _mapped(f"{_ROLLOUT}.gpu_memory_utilization"),
+    "engine.vllm.cache_gb": _only(None, "verl has no such setting: leave it out and set engine.vllm.memory_share"),
+    "engine.vllm.tensor_parallel": _mapped(f"{_ROLLOUT}.tensor_model_parallel_size"),
+    "engine.vllm.eager": _mapped(f"{_ROLLOUT}.enforce_eager"),
+    "engine.vllm.sleep": _unused("the student's engine always gives its memory back for the update (free_cache_engine)"),
+    **{f"engine.server.{name}": _unused(_ROLLOUT_SERVER) for name in ServerSettings.model_fields},
     # --- update -----------------------------------------------------------------------------------------------------
     "optim.lr": _mapped(f"{_ACTOR}.optim.lr"),
     "optim.betas": _mapped(f"{_ACTOR}.optim.betas"),

@@ -188,7 +188,7 @@ def _update(config: Config) -> Pairs:
 
 
 def _rollout(config: Config) -> Pairs:
-    vllm, cluster = config.vllm, config.cluster
+    vllm, cluster = config.engine.vllm, config.cluster
     longest = prompt_tokens(config) + response_tokens(config)
     yield f"{ROLLOUT}.name", cluster.backend
     yield f"{ROLLOUT}.n", config.rollout.samples

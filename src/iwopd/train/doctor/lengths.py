@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from iwopd.model_facts import context_length
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
 
@@ -18,10 +19,10 @@ def check_context(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
     what = f"{case.longest_prompt:,} (longest prompt) + {case.max_response:,} (response) + 1 = {needed:,} tokens"
     known = {}
     for name, config in configs.items():
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+        limit = context_length(config)
         if limit is None:
             continue
-        known[name] = int(limit)
+        known[name] = limit
         if limit < needed:
             fit = limit - case.max_response - 1
             shorter = f", or data.max_prompt_tokens to {fit:,}" if fit > 0 else ""

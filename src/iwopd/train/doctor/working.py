@@ -9,13 +9,12 @@ import torch
 
 from iwopd.adapters import adapter_off, has_adapter
 from iwopd.config import Config
-from iwopd.rollout.local import LocalSampler
+from iwopd.model_facts import output_rows
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.assembly import Parts
 from iwopd.train.doctor.echo import TOLERANCE, TOLERANCE_HALF, check_echo, own_logprobs
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
 from iwopd.types import Rollout
-from iwopd.vocabulary import output_rows
 
 SEQUENCES = 2
 """Rollouts that are scored: enough to see a wrong order, few enough to cost next to nothing."""
@@ -42,7 +41,7 @@ def check_masks(parts: Parts) -> Iterator[Finding]:
     real = len(parts.tokenizer)
     users: dict[str, int | None] = {"update": parts.learner.lm.vocab_size}
     samplers = {"sampler": parts.sampler, **{f"sampler of {name}": item for name, item in parts.eval_samplers.items()}}
-    users |= {name: item.vocab_size for name, item in samplers.items() if isinstance(item, LocalSampler)}
+    users |= {name: item.vocab_size for name, item in samplers.items()}
     local = {name: one for kind, scorer in _scorers(parts).items() for name, one in scorer.local(kind).items()}
     users |= {f"scores of the {name}": one.lm.vocab_size for name, one in local.items()}
     rows = ", ".join(f"{name} {output_rows(model):,}" for name, model in local_models(parts).items())

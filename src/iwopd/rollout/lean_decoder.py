@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from iwopd.lean import LeanModel
+from iwopd.lean_model import LeanModel
 
 FIRST_COLUMNS = 128
 """Columns of cache beyond the prompt that are allocated at first; grows by half."""

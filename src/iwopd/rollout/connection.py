@@ -10,13 +10,14 @@ from typing import Any
 
 import httpx
 
-from iwopd.errors import UserError
-from iwopd.http import CONNECT_SECONDS, GarbledError, client_settings, encode, hide_key, key_headers, parse
+from iwopd.http_clients import CONNECT_SECONDS, GarbledError, client_settings, encode, hide_key, key_headers, parse
+from iwopd.rollout.engine import EngineError
 
 LONGEST_WAIT = 10.0
+_jitter = random.Random()  # not the global one: its state belongs to training, and to checkpoints
 
 
-class ServerError(UserError, RuntimeError):
+class ServerError(EngineError):
     """A rollout server that is away for too long, refuses, or answers something else than what it was asked."""
 
     exit_code = 1
@@ -53,10 +54,10 @@ class Connection:
                 reason = f"{answer.status_code} {self._hide(answer.text)}"
                 if answer.status_code < 500:
                     raise ServerError(f"the rollout server {self.url}{path} refuses: {reason}")
-            pause = wait * random.uniform(0.5, 1.0)
+            pause = wait * _jitter.uniform(0.5, 1.0)
             if time.monotonic() + pause > give_up:
                 raise ServerError(
-                    f"the rollout server {self.url}{path} was away for {self.patience:g} s (vllm.patience): {reason}"
+                    f"the rollout server {self.url}{path} was away for {self.patience:g} s (engine.server.patience): {reason}"
                 )
             time.sleep(pause)
             wait = min(2 * wait, LONGEST_WAIT)

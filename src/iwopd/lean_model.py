@@ -1,8 +1,8 @@
 """The lean path: the layers of a Qwen3, Qwen2 or Llama model as plain functions of its weights, without gradients.
 
 For models of a size that a CPU can train, much of the time goes into the machinery around the arithmetic: module calls, masks
-built anew, norms of a dozen operations. Here a layer is a dozen tensor operations in all. `rollout.lean` writes with it, and
-`lm` scores with it. The weights are read when it is built, so build one for every call: nothing outlives an update.
+built again, norms of a dozen operations. Here a layer is a dozen tensor operations in all. `rollout.lean_decoder` writes with
+it, and `lm` scores with it. The weights are read when it is built, so build one for every call: nothing outlives an update.
 
 Shape letters: N tokens, H hidden size, Q query heads, K key/value heads, D head size.
 """

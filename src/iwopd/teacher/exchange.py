@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from iwopd.http import CONNECT_SECONDS, client_settings, encode
+from iwopd.http_clients import CONNECT_SECONDS, client_settings, encode
 from iwopd.teacher.errors import TeacherError
 
 

@@ -1,0 +1,91 @@
+"""A rollout server as the engine `server` knows it: vLLM's endpoints in front of a local sampler, on a real socket."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from iwopd.rollout.local import LocalSampler
+from iwopd.rollout.sampling import SamplingSettings
+from iwopd.types import Prompt
+
+
+class RolloutServer:
+    """Answers as vLLM does with `--logprobs-mode processed_logprobs` and in development mode."""
+
+    def __init__(self, model: Any, max_model_len: int = 256) -> None:
+        self.model, self.max_model_len = model, max_model_len
+        self.asked: list[str] = []
+        """Paths, in order."""
+        self._one_at_a_time = threading.Lock()
+
+    def answer(self, path: str, body: Any) -> Any:
+        with self._one_at_a_time:
+            self.asked.append(path)
+            if path == "/v1/models":
+                return {"data": [{"id": "student", "max_model_len": self.max_model_len}]}
+            if path == "/collective_rpc":
+                folder = Path(body["kwargs"]["weights_path"])
+                weights = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+                self.model.load_state_dict(weights, strict=False)  # tied weights come once
+                return {}
+            return {"choices": [self._complete(body)]} if path == "/v1/completions" else {}
+
+    def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        banned = {int(token) for token in body["logit_bias"] or {}}
+        if body["logprobs"]:  # the question how log-probs are meant
+            with torch.no_grad():
+                logits = self.model(torch.tensor([body["prompt"]])).logits[0, -1]
+            logits[list(banned)] -= 100
+            value, token = logits.log_softmax(-1).max(-1)
+            logprobs = {"token_logprobs": [float(value)], "top_logprobs": [{str(int(token)): float(value)}]}
+            return {"token_ids": [int(token)], "logprobs": logprobs, "finish_reason": "length"}
+        settings = SamplingSettings(body["max_tokens"], body["temperature"], stop_ids=body["stop_token_ids"])
+        sampler = LocalSampler(self.model, settings, vocab_size=min(banned, default=None))
+        (rollout,) = sampler.sample([Prompt("asked", tuple(body["prompt"]))], seed=body["seed"], step=0)
+        return {
+            "token_ids": rollout.response_ids.tolist(),
+            "prompt_token_ids": body["prompt"],
+            "logprobs": {"token_logprobs": rollout.rollout_logprobs.tolist()},
+            "finish_reason": "stop" if rollout.stop_reason == "eos" else "length",
+        }
+
+
+@contextmanager
+def serving(server: RolloutServer) -> Iterator[str]:
+    """Its URL, while it answers."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._reply(server.answer(self.path, None))
+
+        def do_POST(self) -> None:
+            self._reply(server.answer(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+
+        def _reply(self, answer: Any) -> None:
+            content = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.server_port}"
+    finally:
+        listening.shutdown()
+        listening.server_close()
+        thread.join()
