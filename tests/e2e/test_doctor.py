@@ -1,4 +1,4 @@
-"""The doctor on real folders: healthy pairs pass, mismatched ones are refused with the way out, before and in training."""
+"""The doctor on real folders: healthy pairs pass, mismatched ones are refused with the remedy, before and in training."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_static_loads_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert doctor(tmp_path, settings, capsys)[0] == 2  # the weights are needed now, and are none
 
 
-@pytest.mark.parametrize(("spoil", "message", "way_out"), MISMATCHES, ids=[item[0].__name__ for item in MISMATCHES])
-def test_a_mismatch_is_refused_with_the_way_out(
+@pytest.mark.parametrize(("spoil", "message", "remedy"), MISMATCHES, ids=[item[0].__name__ for item in MISMATCHES])
+def test_a_mismatch_is_refused_with_the_remedy(
     spoil: Callable[[Path, dict[str, Any]], None],
     message: str,
-    way_out: str,
+    remedy: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -85,14 +85,14 @@ def test_a_mismatch_is_refused_with_the_way_out(
     code, said = doctor(tmp_path, settings, capsys)
     assert code == 1
     failed = [line for line in said.splitlines() if line.startswith("fail")]
-    assert any(message in line and way_out.lower() in line.lower() for line in failed), said
+    assert any(message in line and remedy.lower() in line.lower() for line in failed), said
     code, refused = doctor(tmp_path, settings, capsys, command="train")
     assert code == 2
     assert message in refused
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_stop_token_from_the_recipe_is_a_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_token_from_the_recipe_is_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spoil = next(item[0] for item in MISMATCHES if item[0].__name__ == "answers_end_otherwise")
     settings = healthy(tmp_path)
     spoil(tmp_path, settings)

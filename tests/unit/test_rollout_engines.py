@@ -222,7 +222,7 @@ def test_an_engine_that_stays_awake_syncs_changes_only(fake_gpu: None) -> None:
     engine.close()
 
 
-def test_without_vllm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # so that it is missing in its own environment, too
     with pytest.raises(VllmError, match=r"pip install 'iwopd\[vllm\]'"):
         VllmEngine(make_model("qwen3"), EngineOptions(max_model_len=64))

@@ -28,7 +28,7 @@ WAY_OUT = "give a local file: --data TASK=FILE for a task, source = FILE for a t
 
 
 class SourceError(UserError, ValueError):
-    """A data file that cannot be had or read, with the way out."""
+    """A data file that cannot be had or read, with the remedy."""
 
 
 @dataclass(frozen=True)

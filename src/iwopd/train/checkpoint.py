@@ -337,7 +337,7 @@ def _failure(step: int, directory: Path, cause: OSError, needed: int) -> str:
         free = f"{shutil.disk_usage(directory).free:,} are free"
     except OSError as error:
         free = f"how many are free is unknown ({error.strerror})"
-    way_out = {
+    remedy = {
         errno.ENOSPC: "free some space there or put the run on another disk",
         errno.EDQUOT: "free some of your quota or put the run on another disk",
         errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
@@ -347,5 +347,5 @@ def _failure(step: int, directory: Path, cause: OSError, needed: int) -> str:
     }.get(cause.errno or 0, "check the disk, or put the run on another one")
     return (
         f"cannot save the checkpoint of step {step} in {directory}: {cause.strerror or cause}. "
-        f"It needs about {needed:,} bytes, {free}. Earlier checkpoints are as they were: {way_out}, then resume"
+        f"It needs about {needed:,} bytes, {free}. Earlier checkpoints are as they were: {remedy}, then resume"
     )
