@@ -127,7 +127,7 @@ def test_filters() -> None:
     for text, words in [
         ("difficulty", "cannot read the filter"),
         ("ability == code", "texts need quotes"),
-        ("ability in 'code'", "behind 'in' stands a list"),
+        ("ability in 'code'", "'in' needs a list"),
         ("difficulty >= __import__('os')", "no number, quoted text or list"),
     ]:
         with pytest.raises(UserError, match=words):
