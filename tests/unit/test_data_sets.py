@@ -128,7 +128,7 @@ def test_filters() -> None:
         ("difficulty", "cannot read the filter"),
         ("ability == code", "texts need quotes"),
         ("ability in 'code'", "'in' needs a list"),
-        ("difficulty >= __import__('os')", "no number, quoted text or list"),
+        ("difficulty >= __import__('os')", "not a number, quoted text or list"),
     ]:
         with pytest.raises(UserError, match=words):
             parse_filter(text)
