@@ -119,7 +119,7 @@ def test_a_hub_that_does_not_answer_is_no_failure_of_the_static_part(
     settings["models"] |= {"teacher": "Nobody/no-such-model-here", "teacher_revision": "abc"}
     code, said = doctor(tmp_path, settings, capsys, "--static")
     assert code == 0, said
-    assert "warn  files           the teacher Nobody/no-such-model-here@abc was not looked at" in said
+    assert "warn  files           the teacher Nobody/no-such-model-here@abc was not checked" in said
 
 
 def findings(settings: dict[str, Any], folder: Path) -> list[Finding]:
@@ -141,7 +141,7 @@ def test_other_templates_are_shown_as_a_diff(tmp_path: Path) -> None:
     assert "warn  chat template   the teacher sees the student's rendering, which is not its own" in said
     assert "-'assistant: <think>'" in said
     assert "+'assistant: '" in said
-    assert "pass  thinking        the student's template can think; prompts are rendered with thinking off" in said
+    assert "pass  thinking        the student's template has a thinking mode; prompts are rendered with thinking off" in said
 
 
 def test_data_that_one_would_not_train_on(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_settings_that_move_the_policy_are_named(tmp_path: Path) -> None:
     settings["rollout"] |= {"temperature": 0.7}
     assert "scored, at temperature 0.7" in warned(settings, tmp_path)
     settings["rollout"] |= {"top_p": 0.9, "top_k": 5}
-    assert "with top_p 0.9 and top_k 5 the student draws from fewer ids" in warned(settings, tmp_path)
+    assert "with top_p 0.9 and top_k 5 the student samples from fewer ids" in warned(settings, tmp_path)
 
 
 def test_too_little_memory_or_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

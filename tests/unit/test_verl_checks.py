@@ -55,7 +55,7 @@ def test_pools(cluster: dict[str, Any], student: tuple[int, int], teacher: tuple
         ({"nodes": 2, "gpus_per_node": 6, "teacher_tensor_parallel": 3, "teacher_gpus": 4}, "must fill it exactly"),
         (
             {"nodes": 4, "gpus_per_node": 8, "teacher_gpus": 12, "teacher_tensor_parallel": 2},
-            "a copy would lie across machines",
+            "a copy would span machines",
         ),
     ],
 )
