@@ -143,7 +143,7 @@ MISMATCHES: list[tuple[Callable[[Path, dict[str, Any]], None], str, str]] = [
     (no_prompts, "no usable prompts", "correct the data"),
     (entropy_of_capped_logits, "which the entropy bonus cannot use", "set method.entropy_coef = 0"),
 ]
-"""What is wrong, words of the message, words of the way out."""
+"""What is wrong, words of the message, words of the remedy."""
 
 
 def _resize(folder: Path, rows: int) -> None:

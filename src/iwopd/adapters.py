@@ -1,8 +1,8 @@
 """LoRA adapters inside a model, through peft.
 
-An adapter is put into the model's own modules, so the model stays what it is for everybody else: its head, its attention, its
-`save_pretrained` (which then writes the adapter alone). With the adapter switched off it is the model that training began
-with, so the reference needs no second copy.
+An adapter is injected into the model's own modules, so the model's interface stays the same: its head, its attention, its
+`save_pretrained` (which then writes the adapter alone). With the adapter switched off it is the initial
+model, so the reference needs no second copy.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from iwopd.config import Lora
 from iwopd.models import ModelError
 
 PREFIX = "base_model.model."
-"""What peft puts before the names of an adapter's tensors in a file."""
+"""peft's prefix of an adapter's tensor names in a file."""
 
 
 def add_adapter(model: Any, lora: Lora) -> None:
-    """Freeze the model and give it a LoRA adapter; its second matrices are 0, so it answers as before."""
+    """Freeze the model and add a LoRA adapter; its B matrices are 0, so the outputs do not change yet."""
     peft = _peft()
     targets: Any = lora.targets[0] if lora.targets == ["all-linear"] else lora.targets
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=targets,
-        lora_dropout=0.0,  # the update must see the policy that wrote the rollouts
+        lora_dropout=0.0,  # the update must see the policy that sampled the rollouts
         bias="none",
         task_type="CAUSAL_LM",
-        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2 stores its weights so
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's layout
     )
     try:
         model.add_adapter(settings)
@@ -45,7 +45,7 @@ def add_adapter(model: Any, lora: Lora) -> None:
     base = Path(model.name_or_path)
     adapter.base_model_name_or_path = str(base.absolute()) if base.is_dir() else model.name_or_path
     adapter.target_modules = sorted(adapter.target_modules)  # a set's order would change the file from run to run
-    adapter.inference_mode = True  # for whoever loads the saved one; here the layers have been told to train
+    adapter.inference_mode = True  # for loading the saved adapter; here the layers are already in training mode
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if is_adapter_layer(head) or is_adapter_layer(embedding):
         raise ModelError(
@@ -63,7 +63,7 @@ def has_adapter(model: Any) -> bool:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before training. Inside, adapters take no gradients; what waits for a backward pass keeps its own."""
+    """The model as it was before training. Inside, adapters take no gradients; graphs built before keep theirs."""
     layers = [module for module in model.modules() if is_adapter_layer(module)]
     for layer in layers:
         layer.enable_adapters(False)  # type: ignore[operator]
@@ -81,7 +81,7 @@ def adapter_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def base_fingerprint(model: Any) -> str:
-    """Tells one frozen model from another: a hash of shapes and of the first numbers of every tensor."""
+    """Identifies a frozen model: a hash of the shapes and first numbers of every tensor."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if not parameter.requires_grad:
@@ -115,13 +115,13 @@ def merge(base: Any, adapter_folder: Path) -> Any:
 
 
 def quantization(lora: Lora) -> Any:
-    """Transformers' config of the frozen weights for QLoRA; None if they stay as they are. Needs a GPU, so it was never run."""
+    """Transformers' quantisation config of the frozen weights for QLoRA; None without. Needs a GPU; never run."""
     if lora.quantize == "none":
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(
             f"lora.quantize = {lora.quantize!r} needs the package bitsandbytes and a GPU: pip install 'iwopd[qlora]', or leave "
-            "lora.quantize out (LoRA on weights as they are)"
+            "lora.quantize out (LoRA on unquantised weights)"
         )
     from transformers import BitsAndBytesConfig
 

@@ -1,4 +1,4 @@
-"""Work beside the main thread that never keeps the process alive: who stops a run does not wait for a server."""
+"""Work in a daemon thread, which does not keep the process alive: stopping a run does not wait for a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
-    """Start `work` in a daemon thread; result or error are the future's."""
+    """Start `work` in a daemon thread; the future holds its result or error."""
     future: Future[Result] = Future()
 
     def run() -> None:

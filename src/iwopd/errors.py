@@ -4,6 +4,6 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """What went wrong, with which value, and the way out. The command line prints it as one line and exits."""
+    """What went wrong, with which value, and the remedy. The command line prints it as one line and exits."""
 
     exit_code = 2

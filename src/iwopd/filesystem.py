@@ -1,4 +1,4 @@
-"""Files that survive a crash: locks, forced writes, checksums. Needs a POSIX system."""
+"""Files that survive a crash: locks, synced writes, checksums. Needs a POSIX system."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a file's content in one go, on the disk when this returns: a crash leaves the old or the new, never a part.
+    """Replace a file's content atomically and sync it: a crash leaves the old content or the new, never a part.
 
-    What a crash may also leave is the draft beside it, `.tmp-<name>-<process id>`.
+    A crash may also leave the draft `.tmp-<name>-<process id>` next to it.
     """
     draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
@@ -36,7 +36,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
+    """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -45,7 +45,7 @@ def sync(path: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Like `mkdir -p`, forced to the disk."""
+    """`mkdir -p`, synced to disk."""
     if not directory.is_dir():
         make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
@@ -53,7 +53,7 @@ def make_directory(directory: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a folder with all that is in it."""
+    """Delete a file, a link or a folder with its content."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -61,7 +61,7 @@ def remove(path: Path) -> None:
 
 
 def first_free(path: Path) -> Path:
-    """`path`, or if something has that name, `path` with the first suffix -2, -3, ... that nothing has."""
+    """`path`, or if it exists, `path` with the first free suffix -2, -3, ..."""
     candidate, number = path, 2
     while os.path.lexists(candidate):
         candidate = path.with_name(f"{path.name}-{number}")
@@ -82,12 +82,12 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-# --- others at work -------------------------------------------------------------------------------------------------
+# --- other processes ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold a lock on a folder, which needs no file and no write access; false if `wait` is off and another holds it."""
+    """Lock a folder, without a lock file or write access; yields false if `wait` is off and another process holds it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         held = True
@@ -103,11 +103,11 @@ def locked(directory: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this id runs."""
+    """Whether a process with this id is running."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # it runs, and belongs to somebody else
+        pass  # it runs, and belongs to another user
     return True

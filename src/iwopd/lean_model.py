@@ -1,8 +1,8 @@
 """The lean path: the layers of a Qwen3, Qwen2 or Llama model as plain functions of its weights, without gradients.
 
-For models of a size that a CPU can train, much of the time goes into the machinery around the arithmetic: module calls, masks
-built again, norms of a dozen operations. Here a layer is a dozen tensor operations in all. `rollout.lean_decoder` writes with
-it, and `lm` scores with it. The weights are read when it is built, so build one for every call: nothing outlives an update.
+For models small enough to train on a CPU, much of the time is overhead around the arithmetic: module calls, masks built
+again for every call, norms of a dozen operations. Here a whole layer is a dozen tensor operations. `rollout.lean_decoder` samples
+with it, and `lm` scores with it. The weights are read at construction, so build one per call: it is stale after an update.
 
 Shape letters: N tokens, H hidden size, Q query heads, K key/value heads, D head size.
 """
@@ -23,14 +23,14 @@ MODELS = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings that depend on the position alone (others also depend on the length of the batch)."""
 COPY_BYTES = 2**28
-"""For products of few rows weights are copied into one transposed matrix a projection, which halves their time on a CPU, up to
-this many bytes a model. Beyond it they are used in place: large products gain nothing, and the copies would not fit."""
+"""For products with few rows, weights are copied into one transposed matrix per projection, which halves their time on a CPU,
+up to this many bytes per model. Larger weights are used in place: they gain nothing, and the copies would not fit."""
 BLOCKS = 4
-"""Into how many blocks of columns a matrix is cut for 2 to 4 CPU threads: a product with few rows hardly gains from a second
-thread, a batch of products shares itself out (a quarter to a third less time at 2 to 64 rows; LOG.md)."""
+"""Column blocks per matrix with 2 to 4 CPU threads: a single product with few rows hardly gains from a second thread, a
+batch of products does (a quarter to a third less time at 2 to 64 rows; LOG.md)."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Mixes the values [N, K, D] of the layer of this number by queries [N, Q, D] and keys [N, K, D]: [N, Q * D]."""
+"""Attention of one layer: (layer index, queries [N, Q, D], keys [N, K, D], values [N, K, D]) -> [N, Q * D]."""
 
 
 def lean_obstacle(model: nn.Module) -> str | None:
@@ -59,7 +59,7 @@ def lean_obstacle(model: nn.Module) -> str | None:
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"module {name or 'model'!r} has a hook or a replaced forward"
         if name.startswith(adapters) or f"{name}." in adapters:
-            continue  # read as one matrix
+            continue  # merged into one matrix
         if type(module) not in plain and not type(module).__module__.startswith("transformers."):
             return f"module {name!r} is a {type(module).__name__}"
     parameters = list(model.parameters())
@@ -73,12 +73,12 @@ def lean_obstacle(model: nn.Module) -> str | None:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether reading its weights means adding adapters to them."""
+    """Whether the model has LoRA adapters that reading its weights merges."""
     return any(_is_lora(module) for module in model.modules())
 
 
 def _is_lora(module: nn.Module) -> bool:
-    """Whether it is a linear layer with one plain LoRA adapter of peft's that is switched on: `weight + scale * B @ A`."""
+    """Whether it is a linear layer of peft's with one plain, enabled LoRA adapter: `weight + scale * B @ A`."""
     layer: Any = module
     if type(module).__name__ != "Linear" or type(module).__module__ != "peft.tuners.lora.layer":
         return False
@@ -93,7 +93,7 @@ def _matrix_bytes(model: nn.Module) -> int:
 
 
 def _weight(linear: nn.Module) -> Tensor:
-    """[out, in], an adapter added."""
+    """[out, in], with the adapter merged."""
     layer: Any = linear
     weight: Tensor = layer.weight.detach()
     return weight + layer.get_delta_weight(layer.active_adapters[0]).detach() if _is_lora(linear) else weight
@@ -101,19 +101,19 @@ def _weight(linear: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class _Projection:
-    """`x [N, in] -> [N, out]` through one or several matrices side by side: [in, out], or [blocks, in, out / blocks]."""
+    """`x [N, in] -> [N, out]` through one or several concatenated matrices: [in, out], or [blocks, in, out / blocks]."""
 
     matrices: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
     sizes: tuple[int, ...]
-    """Outputs of each of the layers that it stands for."""
+    """Output size of each of the linear layers that it combines."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         outputs = self._outputs(x, residual)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
-        """The outputs of each layer."""
+        """The outputs of each linear layer."""
         outputs = self._outputs(x, None)
         return outputs if len(outputs) == len(self.sizes) else outputs[0].split(self.sizes, -1)
 
@@ -139,7 +139,7 @@ class _Layer:
     attention_norm: Tensor
     qkv: _Projection
     qk_norm: Tensor | None
-    """[Q + K, D], where queries and keys are normalised."""
+    """[Q + K, D] if queries and keys are normalised."""
     output: _Projection
     mlp_norm: Tensor
     gate_up: _Projection
@@ -152,8 +152,8 @@ class LeanModel:
     def __init__(self, model: nn.Module, vocab_size: int | None = None, *, width: int, few_rows: bool) -> None:
         """Read the weights.
 
-        width: positions that there may be.
-        few_rows: products will have few rows (a token of each sequence): lay the matrices out for that.
+        width: number of positions.
+        few_rows: products will have few rows (one token per sequence): lay out the matrices for that.
         """
         whole: Any = model
         body = whole.model
@@ -178,7 +178,7 @@ class LeanModel:
         self.sin: Tensor = (sin * sign)[0]
 
     def states(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | None = None) -> Tensor:
-        """Last hidden states [N, H] of tokens [N], normalised; of tokens `keep` alone if given."""
+        """Last hidden states [N, H] of tokens [N], normalised; only those of tokens `keep` if given."""
         hidden = self.embedding[ids]
         cos, sin = self.cos[positions, None], self.sin[positions, None]
         both = self.heads + self.kv_heads
@@ -190,7 +190,7 @@ class LeanModel:
                 qk = self._norm(qk, layer.qk_norm)
             qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
             mixed = attend(index, qk[:, : self.heads], qk[:, self.heads :], value)
-            if keep is not None and index == len(self.layers) - 1:  # from here on, tokens have nothing to do with each other
+            if keep is not None and index == len(self.layers) - 1:  # no attention follows, so the others are not needed
                 mixed, hidden = mixed[keep], hidden[keep]
             hidden = layer.output(mixed, hidden)
             gate, up = layer.gate_up.parts(self._norm(hidden, layer.mlp_norm))
@@ -198,7 +198,7 @@ class LeanModel:
         return self._norm(hidden, self.norm)
 
     def sequence_states(self, ids: Tensor, lengths: Sequence[int], keep: Tensor) -> Tensor:
-        """The same for whole sequences one behind the other, each with positions of its own."""
+        """As `states` for packed whole sequences, each with positions from 0."""
 
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return packed_attention(query, key, value, lengths, self.scale).flatten(1)
@@ -210,7 +210,7 @@ class LeanModel:
         """Root mean square norm of the last dimension."""
         if x.dtype != torch.float32 or x.device.type != "cpu":
             return F.rms_norm(x, x.shape[-1:], None, self.eps) * weight
-        # torch's is a dozen operations on a CPU.
+        # torch's rms_norm is a dozen operations on a CPU.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return torch.addcmul(self.eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_().mul(x).mul_(weight)
 
@@ -233,7 +233,7 @@ def _read_layer(layer: Any, heads: int, kv_heads: int, copies: bool, blocks: int
 
 
 def _read_projection(linears: list[nn.Linear], copies: bool, blocks: int, rows: int | None = None) -> _Projection:
-    """The weights of these layers: one contiguous copy, or views. `rows` cuts ids that do not exist."""
+    """The weights of these layers: one contiguous copy, or views. `rows` drops the rows of ids that do not exist."""
     weights = [_weight(linear)[:rows] for linear in linears]
     biases = tuple(None if linear.bias is None else linear.bias.detach()[:rows] for linear in linears)
     sizes = tuple(len(weight) for weight in weights)
@@ -246,7 +246,7 @@ def _read_projection(linears: list[nn.Linear], copies: bool, blocks: int, rows: 
 
 
 def _columns(weight: Tensor, blocks: int) -> Tensor:
-    """A view of `weight` [out, in] that `_Projection` multiplies by, cut into blocks if they come out even."""
+    """A view of `weight` [out, in] for `_Projection`, split into blocks if `out` is divisible by them."""
     if blocks > 1 and len(weight) % blocks == 0:
         return weight.view(blocks, -1, weight.shape[1]).transpose(1, 2)
     return weight.t()

@@ -1,4 +1,4 @@
-"""Models and tokenizers by local folder, hub id or GGUF file. Safetensors only; code of a repository only if asked for."""
+"""Models and tokenizers by local folder, hub id or GGUF file. No pickled weights; repository code runs only if allowed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from: a folder or hub id, a GGUF file in it, and which revision of the hub's repository."""
+    """A folder or hub id, a GGUF file in it, and the revision of the hub's repository."""
 
     path: str
     gguf_file: str | None = None
@@ -47,7 +47,7 @@ class ModelSource:
 
     @property
     def options(self) -> dict[str, str]:
-        """Arguments of every `from_pretrained`."""
+        """Arguments for every `from_pretrained`."""
         given = {"gguf_file": self.gguf_file, "revision": None if self.is_local else self.revision}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -61,10 +61,10 @@ def load_model(
     attention: str | None = None,
     quantization: Any = None,
 ) -> Any:
-    """A causal LM, on its device, in the mode transformers leaves it in (eval).
+    """A causal LM on its device, in eval mode.
 
-    device: `auto` spreads it over the accelerators there are. attention: a name that transformers knows (sdpa,
-    flash_attention_2, ...). quantization: a quantisation config of transformers, whose model stays where it was loaded.
+    device: `auto` spreads it over all accelerators. attention: a name that transformers knows (sdpa,
+    flash_attention_2, ...). quantization: a quantisation config of transformers; such a model is not moved after loading.
     """
     source = ModelSource.of(source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **source.options}
@@ -86,8 +86,8 @@ def load_model(
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise ModelError(
-            f"{source} lacks {len(missing)} weights of a {type(model).__name__}, first of all {missing[0]}: they would be "
-            "random. The download is incomplete, or its config.json is that of another model"
+            f"{source} lacks {len(missing)} weights of a {type(model).__name__}, the first is {missing[0]}: they would be "
+            "random. The download is incomplete, or its config.json belongs to another model"
         )
     return model if "device_map" in options else model.to(device)
 
@@ -100,7 +100,7 @@ def load_tokenizer(source: str | Path | ModelSource, *, trust_remote_code: bool 
             if source.gguf_file is not None:
                 _special_tokens_of_gguf(tokenizer, source)
     except (OSError, ValueError, AttributeError, TypeError, ImportError) as error:
-        # Attribute and type errors: what transformers makes of a GGUF file without a complete tokenizer.
+        # Attribute and type errors: transformers raises them for a GGUF file without a complete tokenizer.
         raise ModelError(f"cannot load a tokenizer from {source}: {_why(source, error)}") from None
     return tokenizer
 
@@ -121,7 +121,7 @@ def load_configs(source: str | Path | ModelSource, *, trust_remote_code: bool = 
 
 
 def brings_tokenizer(source: str | Path | ModelSource) -> bool:
-    """Whether there is one to load; without any, transformers would make one up from the architecture."""
+    """Whether there is a tokenizer to load; without one, transformers would make one up from the architecture."""
     source = ModelSource.of(source)
     folder = Path(source.path)
     if source.gguf_file is not None or not folder.is_dir():
@@ -135,14 +135,14 @@ def stop_ids(tokenizer: Any, model: Any) -> frozenset[int]:
 
 
 def end_ids(tokenizer: Any, generation_config: Any) -> frozenset[int]:
-    """The same, where there is a generation config but no model."""
+    """As `stop_ids`, from a generation config without a model."""
     configured = getattr(generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, (list, tuple)) else [configured]
     return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
 def weights_fingerprint(source: str | Path) -> str:
-    """Tells whether a local folder still holds the same weights (names, sizes and times of its files); a hub id is itself."""
+    """Changes when a local folder's weights change (names, sizes and times of its files); a hub id is returned as it is."""
     folder = Path(source)
     if folder.suffix == ".gguf" and folder.is_file():
         files = [folder]
@@ -155,7 +155,7 @@ def weights_fingerprint(source: str | Path) -> str:
 
 
 def _special_tokens_of_gguf(tokenizer: Any, source: ModelSource) -> None:
-    """Set the special tokens that the file names: transformers 5.10 gives a Llama-like one the bos token as its eos, too."""
+    """Set the special tokens named in the file: transformers 5.10 uses the bos token of a Llama-like file as its eos."""
     from gguf import GGUFReader
     from transformers.utils.hub import cached_file
 
@@ -169,7 +169,7 @@ def _special_tokens_of_gguf(tokenizer: Any, source: ModelSource) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the bars and remarks that transformers has for every file: the console is the caller's."""
+    """Without transformers' progress bars and messages for every file."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -184,7 +184,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _why(source: ModelSource, error: Exception) -> str:
-    """For a path that does not exist, transformers complains about the form of a hub id."""
+    """A better reason: for a missing path, transformers complains about the form of a hub id."""
     path = source.path
     is_path = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if is_path and not Path(path).exists():

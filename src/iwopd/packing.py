@@ -1,13 +1,13 @@
-"""Several sequences one behind the other in a single row, without padding.
+"""Several sequences packed into a single row, without padding.
 
-Everything in a transformer but attention looks at one token at a time, so a packed row [1, N] needs only positions that
-start anew with every sequence, and an attention that keeps to the boundaries. They are handed down under the names that
-transformers has for FlashAttention's kernels (`cu_seq_lens_q`, ...). A model that was loaded with FlashAttention takes them as
-they are (that was never run here). On a CPU `attend` below is the attention: the model's own scaled dot-product attention, run
-for each sequence. Without boundaries it is that attention unchanged, so a model can keep it for everything it does.
+Everything in a transformer except attention works on one token at a time, so a packed row [1, N] needs only positions that
+restart with every sequence, and an attention that respects the boundaries. They are passed under transformers' names
+for FlashAttention's kernels (`cu_seq_lens_q`, ...). A model that was loaded with FlashAttention uses them directly
+(never run). On a CPU the attention is `attend` below: the model's own scaled dot-product attention, run for each sequence.
+Without boundaries it is that attention unchanged, so a model can keep it for all its calls.
 
-Not every model can be packed: some have windows, or layers that carry a state from token to token. `enable_packing` refuses
-what it knows and tries the rest out.
+Not every model can be packed: some have sliding windows or recurrent layers. `enable_packing` refuses known cases and tests
+the others on random ids.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from iwopd.modes import eval_mode
 ATTENTION = "iwopd_packed"
 """The name of `attend` among transformers' attention functions."""
 TOLERANCE = 1e-4
-"""Largest difference between packed and single hidden states, relative to the largest of them. Rounding is a hundredth of it, a
-token that sees another sequence a thousandfold."""
+"""Largest difference between packed and single hidden states, relative to the largest of them. Rounding is a hundredth of
+it; a token that sees another sequence gives a thousand times as much."""
 TOLERANCE_HALF = 5e-2
 
 
 class PackingError(RuntimeError):
-    """An attention layer asks for something that packed sequences do not get."""
+    """An attention layer needs something that packing does not support."""
 
 
 def attend(
@@ -49,11 +49,11 @@ def attend(
     if query.shape[2] != key.shape[2] or not getattr(module, "is_causal", True):
         raise PackingError("its attention is not causal self-attention")
     runs = _runs(boundaries.diff().tolist())
-    # Split, not sliced: the backward pass of a split is one copy, that of each slice a whole tensor of zeros.
+    # Split, not sliced: the backward pass of a split is one copy, that of each slice a full-size tensor of zeros.
     pieces = zip(*(x[0].split([length * count for length, count in runs], 1) for x in (query, key, value)), strict=True)
     outputs = []
     for (length, count), piece in zip(runs, pieces, strict=True):
-        # Neighbours of the same length are one batch: [heads, count * length, D] seen as [count, heads, length, D].
+        # Neighbours of the same length are one batch: [heads, count * length, D] viewed as [count, heads, length, D].
         q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in piece)
         output, _ = sdpa_attention_forward(module, q, k, v, None, **options)
         outputs.append(output.flatten(0, 1))
@@ -74,7 +74,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequenc
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours of the same length, which are one batch: that length and how many there are."""
+    """Runs of neighbours of the same length, each one batch: (length, count)."""
     return [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
 
 
@@ -87,7 +87,7 @@ def packed_inputs(model: Any, input_ids: Tensor, lengths: Tensor) -> dict[str, A
     first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     boundaries = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     longest = int(lengths.max())
-    # A mask of four dimensions is taken for a finished one; without it transformers would make one of [N, N].
+    # transformers uses a four-dimensional mask as it is; without one it would make one of [N, N].
     done = input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool) if _attention(model) == ATTENTION else None
     return {
         "input_ids": input_ids[None],
@@ -102,7 +102,7 @@ def packed_inputs(model: Any, input_ids: Tensor, lengths: Tensor) -> dict[str, A
 
 
 def enable_packing(model: Any, vocab_size: int | None = None) -> str | None:
-    """Make a causal LM ready for packed rows; returns why not if it cannot be, and leaves it as it was."""
+    """Prepare a causal LM for packed rows. If it cannot be packed, return why and leave it unchanged."""
     obstacle = _known_obstacle(model)
     if obstacle is not None:
         return obstacle
@@ -111,7 +111,7 @@ def enable_packing(model: Any, vocab_size: int | None = None) -> str | None:
         model.set_attn_implementation(ATTENTION)
     try:
         obstacle = _tried_out(model, vocab_size)
-    except Exception as error:  # whatever a model says to arguments that it does not know, it means no
+    except Exception as error:  # any error of the trial means that the model cannot be packed
         obstacle = f"{type(error).__name__}: {error}"
     if obstacle is not None and before == "sdpa":
         model.set_attn_implementation(before)
@@ -124,7 +124,7 @@ def _attention(model: Any) -> str | None:
 
 
 def _known_obstacle(model: Any) -> str | None:
-    """What short sequences would not show."""
+    """Obstacles that a trial with short sequences would not reveal."""
     attention = _attention(model)
     flash = attention is not None and attention.startswith("flash_attention")
     if not getattr(model, "_supports_attention_backend", False):
@@ -135,7 +135,7 @@ def _known_obstacle(model: Any) -> str | None:
         return f"with {attention!r} sequences are packed on a CPU only; load the model with flash_attention_2"
     config = model.config.get_text_config()
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return "some of its layers do not attend to everything"
+        return "some of its layers do not have full attention"
     if getattr(config, "sliding_window", None) is not None or getattr(config, "attention_chunk_size", None) is not None:
         return "its attention has a window"
     return None

@@ -1,7 +1,7 @@
-"""What token ids mean: the bytes behind every id, and whether two tokenizers agree on them.
+"""What token ids mean: the bytes of every id, and whether two tokenizers agree on them.
 
-Equal sizes say nothing: a permuted vocabulary has the same size, and a teacher that reads other texts than the student wrote
-still returns plausible numbers. So every id is compared, by its bytes.
+Equal sizes prove nothing: a permuted vocabulary has the same size, and a teacher that reads other texts than the student wrote
+still returns plausible numbers. So every id is compared by its bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: Any) -> dict[int, bytes]:
-    """The bytes that every id stands for; a special token stands for its name."""
+    """The bytes of every id; for a special token those of its name."""
     kind = _decoder(tokenizer)
     added = {int(i): str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     table = {}
@@ -39,7 +39,7 @@ class Agreement:
     extra: int
     """Ids that only the second has."""
     example: str
-    """The first wrong one, in words; empty if there is none."""
+    """A description of the first wrong one; empty if there is none."""
 
     @property
     def same(self) -> bool:
@@ -58,13 +58,13 @@ def compare_vocabularies(ours: Any, theirs: Any) -> Agreement:
 
 
 def check_same_tokenizer(tokenizer: Any, other: str | Path | ModelSource, *, trust_remote_code: bool = False) -> None:
-    """If the model at `other` brings a tokenizer, its ids must mean what the student's mean."""
+    """If the model at `other` has a tokenizer, its ids must mean the same as the student's."""
     if not brings_tokenizer(other):
         return
     try:
         theirs = load_tokenizer(other, trust_remote_code=trust_remote_code)
     except ModelError:
-        return  # it brings none
+        return  # it has none
     agreement = compare_vocabularies(tokenizer, theirs)
     if not agreement.same:
         raise ModelError(
@@ -86,7 +86,7 @@ def check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
 def _decoder(tokenizer: Any) -> str:
     """How the tokenizer writes bytes as token strings: `byte-level` (GPT-2's letters), `sentencepiece` (▁, <0x0A>) or plain."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # a tokenizer written in Python: its decoder shows by what it makes of a space
+    if backend is None:  # a tokenizer written in Python: how it encodes a space shows its decoder
         return "byte-level" if "Ġ" in tokenizer.get_vocab() else "sentencepiece"
     parts = [json.loads(part.__getstate__()) for part in (backend.decoder, backend.pre_tokenizer) if part is not None]
     described = json.dumps(parts)
@@ -106,7 +106,7 @@ def _plain_bytes(token: str, kind: str) -> bytes:
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's letters: printable bytes stand for themselves, the others for the letters from U+0100 on."""
+    """GPT-2's byte letters: printable bytes are themselves, the others the letters from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

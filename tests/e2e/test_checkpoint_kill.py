@@ -385,7 +385,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
-    """Checkpoints can be read where nothing can be changed; a damaged one is passed over where it is."""
+    """Checkpoints can be read where nothing can be changed; a damaged one is skipped where it is."""
     model, optimizer = build()
     fill(model, optimizer, 1.0)
     disk = tmp_path / "disk"
@@ -403,7 +403,7 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
         found = store.latest()
         assert found is not None
         assert found.step == 1
-        assert any("passed over; moving it aside failed: [Errno 30]" in text for text in messages)
+        assert any("skipped; moving it aside failed: [Errno 30]" in text for text in messages)
         assert any("cannot clear the unfinished checkpoint" in text for text in messages)
         with pytest.raises(CheckpointError, match=r"Read-only file system.*on a disk that can be written"):
             store.save(3, model=model, optimizer=optimizer, state={})

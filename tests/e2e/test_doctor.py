@@ -1,4 +1,4 @@
-"""The doctor on real folders: healthy pairs pass, mismatched ones are refused with the way out, before and in training."""
+"""The doctor on real folders: healthy pairs pass, mismatched ones are refused with the remedy, before and in training."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_static_loads_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert doctor(tmp_path, settings, capsys)[0] == 2  # the weights are needed now, and are none
 
 
-@pytest.mark.parametrize(("spoil", "message", "way_out"), MISMATCHES, ids=[item[0].__name__ for item in MISMATCHES])
-def test_a_mismatch_is_refused_with_the_way_out(
+@pytest.mark.parametrize(("spoil", "message", "remedy"), MISMATCHES, ids=[item[0].__name__ for item in MISMATCHES])
+def test_a_mismatch_is_refused_with_the_remedy(
     spoil: Callable[[Path, dict[str, Any]], None],
     message: str,
-    way_out: str,
+    remedy: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -85,14 +85,14 @@ def test_a_mismatch_is_refused_with_the_way_out(
     code, said = doctor(tmp_path, settings, capsys)
     assert code == 1
     failed = [line for line in said.splitlines() if line.startswith("fail")]
-    assert any(message in line and way_out.lower() in line.lower() for line in failed), said
+    assert any(message in line and remedy.lower() in line.lower() for line in failed), said
     code, refused = doctor(tmp_path, settings, capsys, command="train")
     assert code == 2
     assert message in refused
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_stop_token_from_the_recipe_is_a_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_token_from_the_recipe_is_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spoil = next(item[0] for item in MISMATCHES if item[0].__name__ == "answers_end_otherwise")
     settings = healthy(tmp_path)
     spoil(tmp_path, settings)
@@ -119,7 +119,7 @@ def test_a_hub_that_does_not_answer_is_no_failure_of_the_static_part(
     settings["models"] |= {"teacher": "Nobody/no-such-model-here", "teacher_revision": "abc"}
     code, said = doctor(tmp_path, settings, capsys, "--static")
     assert code == 0, said
-    assert "warn  files           the teacher Nobody/no-such-model-here@abc was not looked at" in said
+    assert "warn  files           the teacher Nobody/no-such-model-here@abc was not checked" in said
 
 
 def findings(settings: dict[str, Any], folder: Path) -> list[Finding]:
@@ -141,7 +141,7 @@ def test_other_templates_are_shown_as_a_diff(tmp_path: Path) -> None:
     assert "warn  chat template   the teacher sees the student's rendering, which is not its own" in said
     assert "-'assistant: <think>'" in said
     assert "+'assistant: '" in said
-    assert "pass  thinking        the student's template can think; prompts are rendered with thinking off" in said
+    assert "pass  thinking        the student's template has a thinking mode; prompts are rendered with thinking off" in said
 
 
 def test_data_that_one_would_not_train_on(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_settings_that_move_the_policy_are_named(tmp_path: Path) -> None:
     settings["rollout"] |= {"temperature": 0.7}
     assert "scored, at temperature 0.7" in warned(settings, tmp_path)
     settings["rollout"] |= {"top_p": 0.9, "top_k": 5}
-    assert "with top_p 0.9 and top_k 5 the student draws from fewer ids" in warned(settings, tmp_path)
+    assert "with top_p 0.9 and top_k 5 the student samples from fewer ids" in warned(settings, tmp_path)
 
 
 def test_too_little_memory_or_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

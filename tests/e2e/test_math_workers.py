@@ -208,7 +208,7 @@ def test_closing_a_pool_ends_its_busy_worker(pool: WorkerPool) -> None:
     assert "closed" in str(failures[0])
 
 
-def test_a_worker_that_cannot_start_is_an_error_with_a_way_out(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_is_an_error_with_a_remedy(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(MathWorkerError, match="ended with exit code 1 while starting"):
         pool.check("x", "y", 1.0)

@@ -92,7 +92,7 @@ def test_the_model_card_tells_where_the_weights_come_from(tmp_path: Path) -> Non
     [
         ("{}/nowhere", "there is no such folder"),
         ("{}/student/none.gguf", "there is no such GGUF file"),
-        ("{}/student", "lacks 11 weights of a Qwen3ForCausalLM, first of all model.layers.2"),
+        ("{}/student", "lacks 11 weights of a Qwen3ForCausalLM, the first is model.layers.2"),
     ],
 )
 def test_what_cannot_be_loaded_says_why(tmp_path: Path, source: str, words: str) -> None:

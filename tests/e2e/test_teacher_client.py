@@ -63,7 +63,7 @@ def test_what_passes_is_waited_for(mood: str) -> None:
     [
         ("NaN", "the log-prob at position 9 is nan"),
         ("null", "the log-prob at position 9 is NoneType None"),
-        ("positive", "is 0.7: that is none"),
+        ("positive", "is 0.7: it must be at most 0"),
         ("missing token", "10 ids were sent, the answer has 9 prompt_logprobs"),
         ("one missing inside", "there is no log-prob of id 12 at position 8"),
         ("off by one", "the answer is shifted"),
@@ -92,7 +92,7 @@ def test_what_is_wrong_is_an_error_at_once(mood: str, message: str) -> None:
 
 @pytest.mark.parametrize("mood", ["always half", "always deep"])
 def test_what_is_never_json_ends_after_three_tries(mood: str) -> None:
-    with hostile_teacher([mood]) as teacher, pytest.raises(TeacherError, match="answered 3 times with what is not JSON"):
+    with hostile_teacher([mood]) as teacher, pytest.raises(TeacherError, match="responded 3 times with what is not JSON"):
         scorer(teacher.url, patience=60.0).score(rollouts(1))
 
 
@@ -192,7 +192,7 @@ def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, capfd:
             scorer(teacher.url, api_key_env=VARIABLE, patience=0.3).score(rollouts(1))
         assert "[key]" in str(error.value)
         texts += [str(error.value), repr(error.value)]
-    assert "the key in TEST_TEACHER_KEY is not the right one" in "".join(texts)
+    assert "the key in TEST_TEACHER_KEY is wrong" in "".join(texts)
     config = make_config({"models": {"world": "clean"}, "teacher": {"urls": ["http://h:1"], "api_key_env": VARIABLE}})
     texts += [config_toml(config), repr(config), "".join(capfd.readouterr())]
     assert not any(KEY in text for text in texts)

@@ -315,7 +315,7 @@ def test_weights_of_another_shape_are_refused(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointError, match=r"mlp.* \[32, 16\] in .*\[40, 16\] in the model|\[16, 32\] in .*\[16, 40\]"):
         newest(store).load_model_weights(wider)
     deeper = new(Qwen3Config(**{**SIZES, "num_hidden_layers": 2}, tie_word_embeddings=True))
-    with pytest.raises(CheckpointError, match=r"lacks 11 tensors of the model, first of all model\.layers\.1"):
+    with pytest.raises(CheckpointError, match=r"lacks 11 tensors of the model, the first is model\.layers\.1"):
         newest(store).load_model_weights(deeper)
 
 
@@ -499,7 +499,7 @@ def test_opening_one_by_step_or_name(store: CheckpointStore) -> None:
         store.open(10)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 30: .* has steps \[10, 20\]"):
         store.open(30)
-    with pytest.raises(ValueError, match="'best' is no checkpoint"):
+    with pytest.raises(ValueError, match="'best' is not a checkpoint"):
         store.open("best")
 
 
@@ -572,7 +572,7 @@ def test_nothing_is_deleted_while_the_list_of_protected_ones_cannot_be_read(
     assert store.steps() == [1, 2, 3]
     assert "not all deleted" in messages[0]
     assert "protected.json cannot be read" in messages[0]
-    with pytest.raises(CheckpointError, match="repair it, or delete it"):
+    with pytest.raises(CheckpointError, match="repair or delete it"):
         store.protect(3)
 
 

@@ -127,8 +127,8 @@ def test_filters() -> None:
     for text, words in [
         ("difficulty", "cannot read the filter"),
         ("ability == code", "texts need quotes"),
-        ("ability in 'code'", "behind 'in' stands a list"),
-        ("difficulty >= __import__('os')", "no number, quoted text or list"),
+        ("ability in 'code'", "'in' needs a list"),
+        ("difficulty >= __import__('os')", "not a number, quoted text or list"),
     ]:
         with pytest.raises(UserError, match=words):
             parse_filter(text)

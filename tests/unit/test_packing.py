@@ -102,7 +102,7 @@ def leaky() -> Any:
 @pytest.mark.parametrize(
     ("make", "obstacle"),
     [
-        (lambda: make_model("gemma2"), "some of its layers do not attend to everything"),
+        (lambda: make_model("gemma2"), "some of its layers do not have full attention"),
         (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)), "its attention has a window"),
         (
             lambda: MambaForCausalLM(MambaConfig(vocab_size=21, hidden_size=16, num_hidden_layers=1)),

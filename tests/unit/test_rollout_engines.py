@@ -282,7 +282,7 @@ def test_requests_to_vllm_come_back_as_rollouts(fake_gpu: None) -> None:
     engine.close()
 
 
-def test_without_vllm_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # so that it is missing in its own environment, too
     with pytest.raises(VllmError, match=r"pip install 'iwopd\[vllm\]'"):
         VllmEngine(student(make_model("qwen3")), VllmSettings())

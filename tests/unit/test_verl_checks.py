@@ -55,7 +55,7 @@ def test_pools(cluster: dict[str, Any], student: tuple[int, int], teacher: tuple
         ({"nodes": 2, "gpus_per_node": 6, "teacher_tensor_parallel": 3, "teacher_gpus": 4}, "must fill it exactly"),
         (
             {"nodes": 4, "gpus_per_node": 8, "teacher_gpus": 12, "teacher_tensor_parallel": 2},
-            "a copy would lie across machines",
+            "a copy would span machines",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_overrides_that_may_be_set() -> None:
     check_settings(_config({"overrides": ["trainer.balance_batch=false", "data.dataloader_num_workers=2", "+a.b=1"]}))
 
 
-def test_without_verl_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_verl_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "verl" else object())
     with pytest.raises(VerlError, match=r"needs verl.*pip install 'iwopd\[verl\]'"):
         check_installed()

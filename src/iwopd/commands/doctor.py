@@ -12,7 +12,7 @@ def add(commands: Any) -> None:
         "doctor",
         help="look at a recipe before it trains",
         description="Check that a recipe's models, data and machine fit together. Each line is pass, warn or fail, with the "
-        "way out; the exit code is 1 if anything failed. Settings can be overridden as in `iwopd train`.",
+        "remedy; the exit code is 1 if anything failed. Settings can be overridden as in `iwopd train`.",
     )
     parser.add_argument("recipe", type=Path, help="TOML recipe")
     parser.add_argument("--static", action="store_true", help="only what needs no model weights")

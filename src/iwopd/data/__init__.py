@@ -1,1 +1,1 @@
-"""Prompts: where they come from, and in which order."""
+"""Prompts: their sources and their order."""

@@ -18,24 +18,24 @@ class Rendered(NamedTuple):
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, thinking: bool = False) -> Rendered:
-    """Render with the tokenizer's chat template, ready for the answer; thinking is off unless asked for."""
+    """Render with the tokenizer's chat template and generation prompt; thinking is off by default."""
     text = render_text(tokenizer, messages, thinking=thinking)
     return Rendered(text, encode(tokenizer, text))
 
 
 def render_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, thinking: bool = False) -> str:
-    """The same, without ids."""
+    """As `render`, without the ids."""
     if not tokenizer.chat_template:
         raise ChatError("the tokenizer has no chat template to render it with")
     try:
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True, enable_thinking=thinking
         )
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # templates raise anything
         raise ChatError(f"the chat template refuses it: {error}") from None
     return str(text)
 
 
 def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Ids of a text as it stands: the template has put the special tokens in."""
+    """Ids of a rendered text, without adding special tokens: the template has added them."""
     return tuple(int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"])

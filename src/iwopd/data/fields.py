@@ -1,4 +1,4 @@
-"""Fields of a record by name, and the small language of filters: `difficulty >= 6 and topic != 'geometry'`."""
+"""Fields of a record by name, and filters: `difficulty >= 6 and topic != 'geometry'`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def lookup(item: Mapping[str, Any], name: str) -> Any:
-    """The value of a field, or None; dots lead into nested records (`reward_model.ground_truth`)."""
+    """The value of a field, or None; dots descend into nested records (`reward_model.ground_truth`)."""
     if name in item:
         return item[name]
     value: Any = item
@@ -44,7 +44,7 @@ class Condition:
     value: Any
 
     def holds(self, item: Mapping[str, Any], where: str) -> bool:
-        """Whether a record meets it. An empty field meets no condition; a field that no record could have is an error."""
+        """Whether a record matches. An empty field matches no condition; a field that the record lacks is an error."""
         if self.field not in item and self.field.partition(".")[0] not in item:
             raise DataError(f"{where}: the filter asks for the field {self.field!r}; the record has {sorted(item)}")
         value = lookup(item, self.field)
@@ -70,8 +70,8 @@ def parse_filter(text: str) -> tuple[Condition, ...]:
         try:
             value = ast.literal_eval(literal)
         except (ValueError, SyntaxError):
-            raise DataError(f"filter {part!r}: {literal} is no number, quoted text or list; texts need quotes") from None
+            raise DataError(f"filter {part!r}: {literal} is not a number, quoted text or list; texts need quotes") from None
         if sign == "in" and not isinstance(value, (list, tuple)):
-            raise DataError(f"filter {part!r}: behind 'in' stands a list, e.g. {name} in [{literal}]")
+            raise DataError(f"filter {part!r}: 'in' needs a list, e.g. {name} in [{literal}]")
         conditions.append(Condition(name, sign, value))
     return tuple(conditions)

@@ -27,10 +27,10 @@ def load_prompts(path: Path, tokenizer: Any, max_tokens: int) -> LoadedPrompts:
 
 
 class PromptOrder:
-    """Which prompts each step gets: epoch after epoch in a shuffled order that depends on the seed and the epoch alone.
+    """Which prompts each step gets: every epoch in a shuffled order that depends on the seed and the epoch alone.
 
-    A step never crosses the end of an epoch, so no prompt occurs twice in it; what does not fill a step waits for the next
-    epoch's shuffle.
+    A step never crosses the end of an epoch, so it holds no prompt twice; prompts that do not fill a last step are left for
+    the next epoch's shuffle.
     """
 
     def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int, name: str = "") -> None:
@@ -55,7 +55,7 @@ class PromptOrder:
         return [self.prompts[row] for row in order[place * self.per_step : (place + 1) * self.per_step]]
 
     def fingerprint(self) -> str:
-        """Hash of all prompts in their given order: tells whether a resumed run has the same data."""
+        """Hash of all prompts in their given order: shows whether a resumed run has the same data."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             about = (prompt.id, prompt.token_ids, *([prompt.teacher] if prompt.teacher else []))
@@ -64,10 +64,10 @@ class PromptOrder:
 
 
 class MixedOrder:
-    """Several sets, each in an order of its own: every step has the same number of prompts of each.
+    """Several sets, each with its own order: every step has the same number of prompts of each.
 
-    The numbers are the step's prompts shared out by weight (largest remainder). A set that runs out starts its next epoch, with
-    a new shuffle, while larger ones are still in their first. Like `PromptOrder`, a batch is a function of seed and step.
+    The step's prompts are split by weight (largest remainder). A set that runs out starts its next epoch, with a new shuffle,
+    while larger ones are still in their first. As with `PromptOrder`, a batch is a function of seed and step.
     """
 
     def __init__(self, sets: Sequence[tuple[LoadedPrompts, float]], per_step: int, seed: int) -> None:
@@ -86,11 +86,11 @@ class MixedOrder:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """All sets', one behind the other."""
+        """The prompts of all sets, concatenated."""
         return [prompt for order in self.orders for prompt in order.prompts]
 
     def batch(self, step: int) -> list[Prompt]:
-        """The prompts of a step, counted from 1, the sets shuffled into one another."""
+        """The prompts of a step, counted from 1, all sets shuffled together."""
         prompts = [prompt for order in self.orders for prompt in order.batch(step)]
         random.Random(f"mix:{self.seed}:{step}").shuffle(prompts)
         return prompts
@@ -103,7 +103,7 @@ class MixedOrder:
 
 
 def share_out(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to the weights that add up to the total; the first of equal remainders wins."""
+    """Integers in proportion to the weights that sum to the total; the first of equal remainders wins."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))

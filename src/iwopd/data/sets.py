@@ -1,7 +1,7 @@
 """Sets of training prompts: any JSONL or parquet files with a field mapping, and the paper's two by name.
 
-A set is read record by record: filtered, rendered with the tokenizer's chat template (thinking off), and left out if it has
-too many tokens or, where asked for, occurred before. Nothing is cut, everything left out is counted.
+Each record is filtered, rendered with the tokenizer's chat template (thinking off), and left out if it has
+too many tokens or, with `unique`, occurred before. Nothing is truncated, everything left out is counted.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ class PromptSet:
     source: str
     """A JSONL or parquet file, a folder of them, or `hub:org/name`."""
     name: str = ""
-    """Begins the ids of its prompts; empty: ids stay as they are."""
+    """Prefix of the ids of its prompts; empty: no prefix."""
     files: str | None = None
     """Pattern of the files of a folder or hub set; None: its training split."""
     revision: str | None = None
     """Commit, tag or branch on the hub; None: main."""
     prompt_field: str = "prompt"
-    """A text (it becomes one user message), or a list of messages. Dots lead into nested records, here and below."""
+    """A text (it becomes one user message), or a list of messages. Dots descend into nested records, here and below."""
     messages_field: str = "messages"
-    """A list of messages with role and content; comes before the prompt where a record has both."""
+    """A list of messages with role and content; preferred to the prompt if a record has both."""
     answer_field: str = "answer"
     """Empty: not read."""
     id_field: str = "id"
     """Records without it are numbered from 1, over all files."""
     teacher_field: str = "teacher"
     teacher: str | None = None
-    """Who scores the prompts that name no teacher of their own."""
+    """The teacher of prompts that do not name one."""
     keep_fields: Sequence[str] = ()
-    """Further columns of a parquet file to read, for whoever asks for `Prompt.metadata`; JSONL records are kept whole."""
+    """Further columns of a parquet file to keep in `Prompt.metadata`; JSONL records are kept whole."""
     filter: str = ""
     """See `data.fields.parse_filter`; empty: all."""
     suffix: str = ""
-    """Follows the last user message."""
+    """Appended to the last user message."""
     drop_system: bool = False
     """Leave system messages out."""
     unique: bool = False
-    """Leave prompts out that occurred before, word for word."""
+    """Leave out exact duplicates of earlier prompts."""
 
 
 NAMED: Mapping[str, PromptSet] = {
@@ -76,7 +76,7 @@ NAMED: Mapping[str, PromptSet] = {
         drop_system=True,
     ),
 }
-"""The paper's training sets. What of this was checked, and how: docs/data.md."""
+"""The paper's training sets; docs/data.md says what was verified."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class LoadedPrompts:
     name: str = ""
 
     def summary(self, max_tokens: int) -> str:
-        """What was kept and what was left out, in one line."""
+        """Counts of prompts kept and left out, in one line."""
         left = [
             f"{count} {why}"
             for count, why in (
@@ -105,7 +105,7 @@ class LoadedPrompts:
 
 
 def prompt_set(source: str, **given: Any) -> PromptSet:
-    """A named set or one of the user's own; what is given comes before what the named set says."""
+    """A named set or the user's own; given fields override those of a named set."""
     named = NAMED.get(source)
     if named is not None:
         return replace(_local(named), **given)
@@ -118,7 +118,7 @@ def prompt_set(source: str, **given: Any) -> PromptSet:
 
 
 def _local(named: PromptSet) -> PromptSet:
-    """A copy in the folder that IWOPD_DATA names comes before the hub: `deepmath.parquet` or `deepmath.jsonl`."""
+    """A copy in the folder IWOPD_DATA is used instead of the hub: `deepmath.parquet` or `deepmath.jsonl`."""
     for ending in ("parquet", "jsonl"):
         copy = local_copy(f"{named.name}.{ending}")
         if copy is not None:
@@ -182,12 +182,12 @@ def _prompt(item: Mapping[str, Any], where: str, number: int, chosen: PromptSet,
         text=text,
         answer=None if answer is None else str(answer),
         teacher=teacher or chosen.teacher,
-        metadata={**item, "messages": messages},  # what a teacher's own prompt is made from
+        metadata={**item, "messages": messages},  # for a teacher's own prompt
     )
 
 
 def _messages(item: Mapping[str, Any], where: str, chosen: PromptSet) -> list[dict[str, Any]]:
-    """The record's messages, as a chat template wants them."""
+    """The record's messages for the chat template."""
     found, name = lookup(item, chosen.messages_field), chosen.messages_field
     if found is None:
         found, name = lookup(item, chosen.prompt_field), chosen.prompt_field
@@ -199,7 +199,7 @@ def _messages(item: Mapping[str, Any], where: str, chosen: PromptSet) -> list[di
             )
     if not isinstance(found, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in found):
         raise DataError(f"{where}: {name!r} must be a list of objects with 'role' and 'content'")
-    # Parquet gives every message all keys that any message has: those without a value are not there.
+    # Parquet gives every message all keys that any message has: drop those without a value.
     messages = [{key: value for key, value in message.items() if value is not None} for message in found]
     if chosen.drop_system:
         messages = [message for message in messages if message.get("role") != "system"]

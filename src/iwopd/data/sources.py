@@ -1,6 +1,6 @@
-"""Where records come from: JSONL and parquet files, here or in a data set of the Hugging Face hub; released files.
+"""Sources of records: JSONL and parquet files, local or in a data set on the Hugging Face hub; released files.
 
-Serves evaluation (one file a task) and training (all files of a split).
+Used by evaluation (one file per task) and training (all files of a split).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import platformdirs
 from iwopd.errors import UserError
 
 DATA_FOLDER = "IWOPD_DATA"
-"""Environment variable: a folder whose files are used before anything is downloaded."""
+"""Environment variable: a folder whose files are preferred to downloads."""
 HUB = "hub:"
-"""Begins the name of a data set on the hub: `hub:org/name`."""
-WAY_OUT = "give a local file: --data TASK=FILE for a task, source = FILE for a training set"
+"""Prefix of a data set on the hub: `hub:org/name`."""
+REMEDY = "give a local file: --data TASK=FILE for a task, source = FILE for a training set"
 
 
 class SourceError(UserError, ValueError):
-    """A data file that cannot be had or read, with the way out."""
+    """A data file that cannot be fetched or read, with the remedy."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Hub:
         try:
             return Path(hf_hub_download(self.repo, self.file, repo_type="dataset", revision=self.revision))
         except Exception as error:  # offline, gone, gated, renamed: the hub has an error class for each
-            raise SourceError(f"cannot get {self} ({_first_line(error)}); {WAY_OUT}") from None
+            raise SourceError(f"cannot get {self} ({_first_line(error)}); {REMEDY}") from None
 
 
 @dataclass(frozen=True)
 class Release:
-    """A file at an address, kept in the user's cache once it is there."""
+    """A file at a URL, kept in the user's cache."""
 
     url: str
 
@@ -77,7 +77,7 @@ class Release:
                     shutil.copyfileobj(response, file)
             draft.replace(path)
         except (OSError, EOFError) as error:
-            raise SourceError(f"cannot get {self.url} ({error}); {WAY_OUT}") from None
+            raise SourceError(f"cannot get {self.url} ({error}); {REMEDY}") from None
         finally:
             draft.unlink(missing_ok=True)
         return path
@@ -102,16 +102,16 @@ Source = Hub | Release | Local
 
 
 def local_copy(name: str) -> Local | None:
-    """The file of this name in the folder that `IWOPD_DATA` names, if it is there."""
+    """The file of this name in the folder `IWOPD_DATA`, if it exists."""
     folder = os.environ.get(DATA_FOLDER)
     path = Path(folder) / name if folder else None
     return Local(path) if path is not None and path.is_file() else None
 
 
 def data_files(source: str, pattern: str | None = None, revision: str | None = None) -> list[Path]:
-    """The files of a set, sorted by name: a file, a folder, or `hub:org/name` (fetched if they are not in the cache).
+    """The files of a set, sorted by name: a file, a folder, or `hub:org/name` (fetched if not in the cache).
 
-    `pattern` chooses among the files of a folder or data set (`data/train-*.parquet`); without one, its training split.
+    `pattern` selects files of a folder or data set (`data/train-*.parquet`); without one, its training split.
     """
     if source.startswith(HUB):
         repo = source.removeprefix(HUB)
@@ -127,7 +127,7 @@ def data_files(source: str, pattern: str | None = None, revision: str | None = N
 
 
 def pick_files(names: Sequence[str], pattern: str | None, where: str) -> list[str]:
-    """Those of a data set's files that the pattern matches, or without one those of its only training split."""
+    """The files of a data set that match the pattern; without one, those of its only training split."""
     known = sorted(name for name in names if name.endswith((".parquet", ".jsonl")) and not name.startswith("."))
     shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "") if known else "none"
     if pattern is not None:
@@ -148,7 +148,7 @@ def _hub_names(repo: str, revision: str) -> list[str]:
     try:
         return list(HfApi().list_repo_files(repo, repo_type="dataset", revision=revision))
     except Exception as error:  # as above
-        raise SourceError(f"cannot list {HUB}{repo}@{revision} ({_first_line(error)}); {WAY_OUT}") from None
+        raise SourceError(f"cannot list {HUB}{repo}@{revision} ({_first_line(error)}); {REMEDY}") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -158,10 +158,10 @@ def _first_line(error: Exception) -> str:
 def records(
     path: Path, columns: Sequence[str] | None = None, needed: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every record of a JSONL or parquet file, with words for where it stands ("aime.jsonl, line 3").
+    """Every record of a JSONL or parquet file, with its location ("aime.jsonl, line 3").
 
-    `columns` are all that is read of a parquet file: the others may be a hundred times as large. A file that has none of the
-    `needed` ones is read as it is, so that a complaint can say what it has.
+    Only `columns` are read from a parquet file: the others may be a hundred times as large. A file that has none of the
+    `needed` ones is read whole, so that an error can list its columns.
     """
     yield from _parquet(path, columns, needed) if path.suffix == ".parquet" else _jsonl(path)
 

@@ -1,4 +1,4 @@
-"""The teacher's version of a prompt: its own system prompt, or what the student must not see, e.g. the reference answer."""
+"""The teacher's version of a prompt: another system prompt, or context hidden from the student, e.g. the reference answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from iwopd.types import Prompt
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """How the teacher's messages come from the student's."""
+    """How the teacher's messages are made from the student's."""
 
     system: str | None = None
     """The teacher's system message, instead of the student's."""
@@ -57,7 +57,7 @@ class PromptTemplate:
 
 
 def teacher_prompt(tokenizer: Any, template: PromptTemplate) -> Callable[[Prompt], Prompt]:
-    """From the student's prompt to the teacher's, rendered by the student's tokenizer."""
+    """A function from the student's prompt to the teacher's, rendered by the student's tokenizer."""
 
     def change(prompt: Prompt) -> Prompt:
         try:

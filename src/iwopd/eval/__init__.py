@@ -1,4 +1,4 @@
-"""Evaluation: samples of a model on a task's problems, checked."""
+"""Evaluation: sample a model on a task's problems and check the answers."""
 
 from iwopd.eval.code import CodeJob, CodeOutcome, SandboxError, check_code, check_code_many
 from iwopd.eval.math import MathOutcome, check_math, check_math_many

@@ -1,15 +1,15 @@
 r"""The answer of a completion: the last box outside of any thinking block.
 
-What counts, and why:
+Rules:
 
-- Text in `<think>...</think>` does not: it is the draft, not the answer. A block that is never closed reaches to the end of
-  the text. A closing tag without an opening one (the chat template wrote the opening tag into the prompt) ends a block that
+- Text in `<think>...</think>` does not count. A block that is never closed reaches to the end of
+  the text. A closing tag without an opening one (the chat template put the opening tag into the prompt) ends a block that
   began before the text.
-- The last box counts alone. Models box intermediate results, and a list of boxed guesses must not earn more than one guess.
-- A last box that is never closed is no answer, and the one before it does not step in: the text was cut off while the model
-  was stating its answer, perhaps a new one. Stepping back would pay for running into the length limit.
+- Only the last box counts. Models box intermediate results, and a list of boxed guesses must not earn more than one guess.
+- A last box that is never closed is no answer, and the box before it is not used: the text was cut off while the model
+  stated its answer, perhaps a new one. Using the earlier box would reward running into the length limit.
 - `\boxed`, `\fbox` and `\framebox` are boxes. Without braces the argument is one token, as in LaTeX: `\boxed 5`, `\boxed\pi`. A
-  command without such an argument ("put it in \boxed notation") is a word about boxes, not a box.
+  command without such an argument ("put it in \boxed notation") is not a box.
 - Of nested boxes the outermost counts.
 """
 
@@ -27,7 +27,7 @@ _BARE_WORD = re.compile(r"\\(?:text|mathrm|frac|dfrac|tfrac|sqrt|left|begin|boxe
 
 @dataclass(frozen=True)
 class Boxed:
-    """What a completion states as its answer: `answer` is None where there is none, and `why` says why."""
+    """The answer of a completion; None if there is none, and then `why` gives the reason."""
 
     answer: str | None
     why: str
@@ -56,7 +56,7 @@ def last_boxed(text: str) -> Boxed:
         return Boxed(None, r"the last \boxed{ is never closed: the text was cut off inside its answer")
     if answer is None:
         return Boxed(None, r"no \boxed{} in the text, only the command without an argument")
-    answer = answer.strip(" \t\r\n")  # not of form feeds and the like: they are lost backslashes
+    answer = answer.strip(" \t\r\n")  # keep form feeds and the like: they are lost backslashes
     if not answer:
         return Boxed(None, r"the last \boxed{} is empty")
     return Boxed(answer, "")
@@ -72,8 +72,8 @@ def strip_thinking(text: str) -> str:
         if not thinking and not closes:
             visible.append(text[start : tag.start()])
         elif not thinking:
-            visible.clear()  # all before was thinking that began in the prompt
-        # An opening tag inside a block is part of the thought. A second closing tag clears what stands before it, as above.
+            visible.clear()  # everything before was thinking that began in the prompt
+        # An opening tag inside a block is part of it. A second closing tag clears the text before it, as above.
         thinking = not closes
         start = tag.end()
     if not thinking:
@@ -82,7 +82,7 @@ def strip_thinking(text: str) -> str:
 
 
 def _closing_braces(text: str, start: int) -> dict[int, int]:
-    """Where each opening brace from `start` on is closed. One pass: a megabyte of open boxes costs no more than prose."""
+    """Where each opening brace from `start` on is closed. One pass, so the time is linear even for a text of open boxes."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for brace in _BRACE.finditer(text, start):
@@ -97,7 +97,7 @@ def _why_no_box(text: str, visible: str) -> str:
     if not text.strip():
         return "the completion is empty"
     if "\x08oxed" in visible:
-        return r"no \boxed{} in the text, but a backspace character before 'oxed': its backslash was lost on the way"
+        return r"no \boxed{} in the text, but a backspace character before 'oxed': its backslash was lost"
     if _BOX.search(text):
         return r"no \boxed{} in the text outside of thinking blocks"
     return r"no \boxed{} in the text"

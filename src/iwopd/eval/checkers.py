@@ -20,7 +20,7 @@ def math_checker(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdic
     verdicts = []
     for (_, gold), outcome in zip(pairs, check_math_many(pairs), strict=True):
         right = outcome.status == "correct"
-        # In a majority vote all right answers are one class; wrong ones are the same if they read the same.
+        # In a majority vote all right answers are one class; wrong ones are equal if their texts are.
         vote = gold if right else None if outcome.answer is None else _squeeze(outcome.answer)
         verdicts.append(Verdict(outcome.status, float(right), vote, outcome.detail))
     return verdicts

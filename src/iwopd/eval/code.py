@@ -1,4 +1,4 @@
-"""Is this program right? Run it on inputs in a sandbox, and compare what it returns with what it should, outside."""
+"""Check a program: run it on inputs in a sandbox, and compare its results with the expected ones outside."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Status = Literal["pass", "fail", "timeout", "error"]
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 FLOAT_ATOL, RTOL = 1e-6, 1e-7
-"""EvalPlus's tolerances: absolute where floats are expected and the problem names none, and relative."""
+"""EvalPlus's absolute tolerance (if floats are expected and the problem sets none) and relative tolerance."""
 
 
 @dataclass(frozen=True)
 class CodeOutcome:
-    """`pass`: every test gave what was expected. Otherwise what the first failing test did: `fail` returned something else,
+    """`pass`: every test returned what was expected. Otherwise the first failing test: `fail` returned another value,
     `error` raised, crashed or could not be loaded, `timeout` took too long.
     """
 
@@ -60,12 +60,12 @@ def check_code(
     unsafe: bool = False,
     backend: str | None = None,
 ) -> CodeOutcome:
-    """Does `entry_point` of the program `source` return what it should? Safe to call from any thread.
+    """Check what `entry_point` of the program `source` returns. Safe to call from any thread.
 
     `tests`: pairs of positional arguments and the expected result, both plain data (None, bool, int, float, complex, str,
     bytes, list, tuple, set, frozenset, dict). Results compare by `==`; where floats are expected, within 1e-6 absolute and
-    1e-7 relative; with `atol`, numbers within that. `timeout`: seconds of CPU time for all tests together, and of doing
-    nothing at a stretch. `unsafe` runs the program without a sandbox if none works; `backend` names one.
+    1e-7 relative; with `atol`, numbers within that. `timeout`: seconds of CPU time for all tests together, and of
+    sleeping at a stretch. `unsafe` runs the program without a sandbox if none works; `backend` names one.
     """
     chosen = probe.choose(unsafe=unsafe, name=backend)
     arguments, expected = _encoded(tests)
@@ -84,7 +84,7 @@ def check_code_many(
     unsafe: bool = False,
     backend: str | None = None,
 ) -> list[CodeOutcome]:
-    """The outcome of every job, in order, `workers` at a time (default: one for each processor)."""
+    """The outcome of every job, in order, `workers` at a time (default: one per processor)."""
 
     def check(job: CodeJob) -> CodeOutcome:
         named: dict[str, Any] = {"timeout": job.timeout, "atol": job.atol, "unsafe": unsafe, "backend": backend}
@@ -99,7 +99,7 @@ def in_parallel(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[_Result]:
-    """`work` on every item, in threads: each waits for a process of its own. `progress` gets how many are done, of how many."""
+    """`work` on every item, in threads that each wait for a process. `progress(done, total)` is called after each."""
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
@@ -114,7 +114,7 @@ def in_parallel(
 
 
 class Judge:
-    """Compares reports as they come, and stops at the first that is wrong."""
+    """Compares reports as they arrive, and stops at the first wrong one."""
 
     def __init__(self, right: Callable[[int, Any], bool]) -> None:
         self.right = right
@@ -122,7 +122,7 @@ class Judge:
         self.verdict: tuple[Status, str] | None = None
 
     def receive(self, report: Report) -> bool:
-        """Whether to go on."""
+        """Compare one report; whether to continue."""
         if report.error is not None:
             self.verdict = ("error", f"test {report.index + 1}: {report.error}")
         elif not self.right(report.index, report.value):
@@ -133,7 +133,7 @@ class Judge:
         return self.verdict is None
 
     def outcome(self, end: End, total: int) -> CodeOutcome:
-        """The verdict, if every test was reported and right: pass."""
+        """The outcome; `pass` only if every test was reported and right."""
         if self.verdict is not None:
             status, detail = self.verdict
         elif end.status == "complete" and self.passed == total:
@@ -144,7 +144,7 @@ class Judge:
 
 
 def same(result: Any, expected: Any, atol: float = 0.0) -> bool:
-    """EvalPlus's equality: `==`, or numbers within a tolerance if the types agree at the top."""
+    """EvalPlus's equality: `==`, or numbers within a tolerance if the outer types agree."""
     if isinstance(result, Digest) or isinstance(expected, Digest):
         return _digest(result) == _digest(expected) is not None
     if result == expected:
@@ -155,14 +155,14 @@ def same(result: Any, expected: Any, atol: float = 0.0) -> bool:
 
 
 def is_floats(value: Any) -> bool:
-    """A float, or a list or tuple of floats and nothing else."""
+    """A float, or a list or tuple of floats only."""
     if type(value) in (list, tuple):
         return bool(value) and all(type(item) is float for item in value)
     return type(value) is float
 
 
 def close(result: Any, expected: Any, atol: float) -> bool:
-    """`numpy.allclose`, but never by stretching one shape over another: the result's shape is the program's choice."""
+    """`numpy.allclose` without broadcasting: the program chooses the result's shape."""
     if type(result) is not type(expected) or not _numeric(result):
         return False
     try:
@@ -174,7 +174,7 @@ def close(result: Any, expected: Any, atol: float) -> bool:
 
 
 def _numeric(value: Any) -> bool:
-    """Numbers, and lists and tuples of them. Of anything else numpy may make an array of any size (of strings: the longest)."""
+    """Numbers, and lists and tuples of them. From other values numpy may make arrays of any size."""
     if type(value) in (list, tuple):
         return all(map(_numeric, value))
     return type(value) in (bool, int, float, complex)
@@ -206,12 +206,12 @@ def _encoded(tests: Sequence[tuple[Sequence[Any], Any]]) -> tuple[list[bytes], l
 
 
 def _printable(text: str) -> str:
-    """The program chose these words: no control characters for a terminal, no surrogates for a file."""
+    """Untrusted text without control characters and surrogates."""
     return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
 
 
 def _shown(value: Any) -> str:
-    """A short form; `repr` of all of it could take megabytes, and of a long int it raises."""
+    """A short form: `repr` could take megabytes, and raises for a long int."""
     kind = type(value)
     if kind is int and value.bit_length() > 256:
         return f"an int of {value.bit_length()} bits"

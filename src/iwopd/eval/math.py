@@ -6,11 +6,11 @@ The last box is taken (`boxed.py`) and compared with the gold by math-verify in 
 `math_worker.py`). A status is one of
 
 - `correct`;
-- `wrong`: both were understood, and they differ;
-- `unparsed`: no answer, or one that cannot be understood, or the same of the gold (then the detail says GOLD);
+- `wrong`: both were parsed, and they differ;
+- `unparsed`: no answer, or answer or gold cannot be parsed (for the gold, the detail says GOLD);
 - `timeout`: no verdict within the limits of time, memory and depth.
 
-The last two count as not right in an accuracy, but they are not the same as wrong, and an evaluation should show how many.
+The last two count as not right in an accuracy, but are not `wrong`; an evaluation should show how many there are.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from iwopd.eval.workers import WorkerPool, shared_pool
 Status = Literal["correct", "wrong", "timeout", "unparsed"]
 
 TIMEOUT_SECONDS = 3.0
-"""CPU time for one comparison, a hundred times what a usual one takes."""
+"""CPU time for one comparison, a hundred times that of a typical one."""
 
 LONGEST_ANSWER = 20_000
-"""Characters; the text around the box may be as long as it likes."""
+"""Characters; the text around the box may have any length."""
 
 _INTEGER = re.compile(r"-?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)")
 
@@ -44,7 +44,7 @@ class MathOutcome:
 
     status: Status
     answer: str | None
-    """The content of the last box, as it stands there; None if there is no answer."""
+    """The content of the last box, unchanged; None if there is no answer."""
 
     detail: str
     """Why, in one sentence."""
@@ -53,7 +53,7 @@ class MathOutcome:
 def check_math(text: str, gold: str, *, timeout: float = TIMEOUT_SECONDS) -> MathOutcome:
     """Compare the last box of `text` with `gold`, which is bare LaTeX without box and dollars. Safe from any thread.
 
-    `timeout` is in seconds of CPU time; in wall time a check may take a good ten times as long before it is given up.
+    `timeout` is in seconds of CPU time; in wall time a check may take more than ten times as long before it is ended.
     """
     _require_timeout(timeout)
     answer, outcome = _without_worker(text, gold)
@@ -67,7 +67,7 @@ def check_math_many(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[MathOutcome]:
-    """`check_math` for many (text, gold), in order, with `workers` processes at a time (None: one for each core).
+    """`check_math` for many (text, gold), in order, with `workers` processes at a time (None: one per core).
 
     Pairs with the same answer and gold are compared once. `progress(done, all)` is called in the calling thread.
     """
@@ -97,7 +97,7 @@ def check_math_many(
 
 
 def _without_worker(text: str, gold: str) -> tuple[str, MathOutcome | None]:
-    """The answer, and the outcome where none but an exact look is needed."""
+    """The answer, and the outcome if it needs no symbolic comparison."""
     for name, value in (("text", text), ("gold", gold)):
         if not isinstance(value, str):
             raise TypeError(f"{name} must be a string, got {type(value).__name__} {value!r:.40}")
@@ -137,7 +137,7 @@ _LOST_BACKSLASH = {
 
 
 def _integer(text: str) -> str | None:
-    """A plain integer in one way of writing: 007, 7 and -0, 0 and 1,000, 1000 are the same."""
+    """A plain integer in canonical form: 007 and 7, -0 and 0, 1,000 and 1000 are the same."""
     if _INTEGER.fullmatch(text.strip()) is None:
         return None
     digits = text.strip().lstrip("-").replace(",", "").lstrip("0")
@@ -145,7 +145,7 @@ def _integer(text: str) -> str | None:
 
 
 def _unprintable(text: str) -> tuple[int, str] | None:
-    """The first control character that is no space, or half of a surrogate pair."""
+    """The first lone surrogate, or control character other than white space."""
     for place, character in enumerate(text):
         if character not in "\t\n\r" and unicodedata.category(character) in ("Cc", "Cs"):
             return place, character
@@ -163,7 +163,7 @@ def _ask(pool: WorkerPool, answer: str, gold: str, timeout: float) -> MathOutcom
 
 
 def _ask_many(pool: WorkerPool, pairs: list[tuple[str, str]], timeout: float) -> Iterable[tuple[tuple[str, str], MathOutcome]]:
-    """Outcomes as they come. One thread for each worker; they only wait for pipes."""
+    """Outcomes as they arrive. One thread per worker; they only wait for pipes."""
     todo = iter(pairs)
     todo_lock = threading.Lock()
     done: queue.SimpleQueue[tuple[tuple[str, str], MathOutcome | BaseException]] = queue.SimpleQueue()

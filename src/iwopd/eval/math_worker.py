@@ -1,11 +1,11 @@
 r"""The program of a math worker: reads pairs (answer, gold), compares them with math-verify, writes verdicts.
 
-`workers.py` starts it by its path and not with `-m`, because importing the package would load torch. It imports nothing of
-this package. Messages in both directions are JSON after four bytes of length; JSON escapes everything beyond ASCII, so that
-lone surrogates pass as well.
+`workers.py` starts it by its path and not with `-m`, because importing the package would load torch. It imports nothing from
+this package. Messages in both directions are four bytes of length and JSON, which escapes everything beyond ASCII, also
+lone surrogates.
 
-The rules below are those of math-verify, save where the comment beside a rule says why not. math-verify's search for answers in
-prose is not used: the whole box is the answer, and a number fished out of an unreadable one would be a guess.
+The rules below are those of math-verify; comments explain the exceptions. math-verify's search for answers in
+prose is not used: the whole box is the answer, and a number extracted from an unreadable box would be a guess.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Reading(NamedTuple):
     """A sympy expression, matrix, set or relation."""
 
     percent: bool
-    """Was there a percent sign behind it? The value is the number before the sign."""
+    """Whether a percent sign followed; the value is the number before the sign."""
 
 
 def read(latex: str) -> Reading:
@@ -85,7 +85,7 @@ def read(latex: str) -> Reading:
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _REPEATING.sub(_repeating_decimal, text)
-    if _TRIGONOMETRIC.search(text):  # 90^\circ is 90, as in answers it should be, but \cos 60^\circ is not the cosine of 60
+    if _TRIGONOMETRIC.search(text):  # as an answer 90^\circ is 90, but \cos 60^\circ is not the cosine of 60
         text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
     without_sign = _PERCENT.sub("", text.strip())
     percent = without_sign != text.strip()
@@ -118,7 +118,7 @@ def _repeating_decimal(match: re.Match[str]) -> str:
 
 
 def judge(answer: str, gold: str) -> tuple[str, str]:
-    """Status and a sentence why."""
+    """Status and reason."""
     try:
         right = read(gold)
     except UnreadableError as error:
@@ -137,7 +137,7 @@ def judge(answer: str, gold: str) -> tuple[str, str]:
 
 
 def same(gold: Any, answer: Any) -> bool:
-    """math-verify's verdict, and a second look where it depends on the way of writing."""
+    """math-verify's verdict, with a second comparison where it depends on notation."""
     return _verify(gold, answer) or _same_inequality(gold, answer) or _same_complex(gold, answer)
 
 
@@ -148,21 +148,21 @@ def _verify(gold: Any, answer: Any) -> bool:
     inexact = any(getattr(value, "has", lambda *_: False)(Float) for value in (gold, answer))
     settings = {
         "float_rounding": _decimals(gold),
-        # 15 digits cannot tell sqrt(10^40 + 1) from 10^20; but floats have no more, and more would tell equals apart.
+        # 15 digits cannot tell sqrt(10^40 + 1) from 10^20; but floats have no more, and would differ in further digits.
         "numeric_precision": 15 if inexact else 50,
         # Without it, (0, 1) and 0 < x < 1 are equal in one order and different in the other.
         "allow_set_relation_comp": True,
         "timeout_seconds": None,
         "raise_on_error": True,
     }
-    # math-verify turns any exception of a comparison into "different", a lack of memory too. Its modules look up the name
-    # `Exception` when they catch, so give them one that lets that through.
+    # math-verify turns any exception of a comparison into "different", also a MemoryError. Its modules look up the name
+    # `Exception` when they catch, so replace it by one that does not include those errors.
     grader.Exception = _ordinary_exceptions()
     try:
         return bool(grader.verify(gold, answer, **settings))
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # one that our narrower name let through as well: let math-verify deal with it in its own way
+    except Exception:  # another one that our narrower `Exception` let through: let math-verify handle it as usual
         del grader.Exception
         return bool(grader.verify(gold, answer, **(settings | {"raise_on_error": False})))
     finally:
@@ -175,7 +175,7 @@ def _ordinary_exceptions() -> tuple[type[BaseException], ...]:
 
 
 def _decimals(gold: Any) -> int:
-    """Decimals to which a decimal fraction must agree: six, and more for golds so small that six would round them to zero."""
+    """Decimals to which a decimal fraction must agree: six, and more for golds that six would round to zero."""
     from sympy import Number
 
     size = abs(float(gold)) if isinstance(gold, Number) and gold.is_finite else 1.0
@@ -199,7 +199,7 @@ def _same_inequality(gold: Any, answer: Any) -> bool:
 
 
 def _same_complex(gold: Any, answer: Any) -> bool:
-    """(1+i)^2 and 2i: math-verify takes i for a variable; where that says "different", try the imaginary unit."""
+    """(1+i)^2 and 2i: math-verify reads i as a variable; if that says "different", try the imaginary unit."""
     from sympy import Basic, I, MatrixBase
 
     def imaginary(value: Any) -> Any:
@@ -223,7 +223,7 @@ def serve() -> None:
     """Answer requests until the other end closes the pipe."""
     source, sink = os.dup(0), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):  # a stray print of a library must not end up among the messages
+    for standard in (0, 1, 2):  # a library's print must not end up among the messages
         os.dup2(nowhere, standard)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # inherited from the thread that started us
     for deadly in (signal.SIGPROF, signal.SIGXCPU, signal.SIGIO):
@@ -259,21 +259,21 @@ def serve() -> None:
 
 
 def _warm_up() -> None:
-    """Import everything and check one pair, so that the first request pays no more than the others."""
+    """Import everything and check one pair, so that the first request is as fast as the others."""
     import logging
 
     import math_verify  # noqa: F401
 
     logging.disable(logging.CRITICAL)
-    sys.set_int_max_str_digits(0)  # long integers are answers too; the deadline guards
+    sys.set_int_max_str_digits(0)  # allow long integers; the time limit covers them
     judge(r"\frac{x}{2}+(0)", r"0.5x")
 
 
 def _arm(source: int, timeout: float) -> None:
-    """From now on the kernel ends this process when it has used its CPU time or when its parent is gone, even inside C code."""
+    """Let the kernel end this process when its CPU time is used up or its parent is gone, even inside C code."""
     signal.setitimer(signal.ITIMER_PROF, timeout)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + timeout) + 1)  # should the timer be lost
+    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + timeout) + 1)  # in case the timer is lost
     import fcntl
 
     # The parent writes nothing during a check, so the only event on this pipe is its end: SIGIO, which terminates.
@@ -281,7 +281,7 @@ def _arm(source: int, timeout: float) -> None:
     fcntl.fcntl(source, fcntl.F_SETFL, fcntl.fcntl(source, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(source, 0)
-    if any(event & select.POLLHUP for _, event in poll.poll(0)):  # gone before the line above
+    if any(event & select.POLLHUP for _, event in poll.poll(0)):  # the parent ended before the line above
         os._exit(0)
 
 

@@ -12,12 +12,12 @@ from iwopd.eval.task import Task, Verdict
 from iwopd.types import EvalResult, Prompt, Rollout
 
 Write = Callable[[Sequence[Prompt]], list[Rollout]]
-"""Samples answers: all of the first prompt, then of the second, ... The engine and its noise are the caller's choice."""
+"""Samples answers: all of the first prompt, then of the second, ... The caller chooses engine and noise."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A result and what it was made of, rollout by rollout (all samples of the first problem, then of the second, ...)."""
+    """A result and its rollouts (all samples of the first problem, then of the second, ...)."""
 
     result: EvalResult
     rollouts: list[Rollout]

@@ -1,4 +1,4 @@
-"""`iwopd eval`: a model, tasks, a folder. Samples in chunks, so that a crash loses little and progress can be shown."""
+"""`iwopd eval`: evaluate a model on tasks into a folder, in chunks, so that a crash loses little and progress is shown."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 
 CHUNK_ROLLOUTS = 256
-"""Rollouts that are sampled and checked before they are written: what a crash can lose."""
+"""Rollouts that are sampled and checked before they are written; a crash can lose this many."""
 
 
 class RequestError(UserError, ValueError):
-    """Options that make no sense together."""
+    """Invalid or contradictory options."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be evaluated, and how; None means the task's own protocol."""
+    """What to evaluate, and how; None means the task's own protocol."""
 
     model: str
     tasks: Sequence[str]
@@ -78,7 +78,7 @@ class Progress(Protocol):
 
 
 def run_evaluation(request: Request, out: Path, progress: Progress) -> dict[str, dict[str, Any]]:
-    """Evaluate and return the results of every task, as `eval.json` holds them."""
+    """Evaluate and return the results of every task, as in `eval.json`."""
     specs = [find_task(name) for name in request.tasks]  # wrong names are found before a model is loaded
     tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
     tasks = [
@@ -109,7 +109,7 @@ def run_evaluation(request: Request, out: Path, progress: Progress) -> dict[str,
 def run_task(
     task: Task, sampler: Sampler, tokenizer: Any, folder: EvaluationFolder, seed: int, progress: Progress
 ) -> dict[str, Any]:
-    """Sample and check what is missing of a task, chunk by chunk."""
+    """Sample and check the missing samples of a task, chunk by chunk."""
     began = time.perf_counter()
     done = folder.samples(task)
     waiting = [p for p in task.prompts if any((p.id, sample) not in done for sample in range(task.samples))]

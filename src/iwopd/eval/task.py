@@ -1,4 +1,4 @@
-"""What a task is: problems, a checker, and how many samples of which kind its protocol asks for."""
+"""A task: problems, a checker, and the sampling protocol."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from iwopd.types import Prompt
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a checker says about one answer."""
+    """A checker's verdict on one answer."""
 
     status: str
     """`correct`, `wrong`, `timeout`, `unparsed`; for code `pass`, `fail`, `timeout`, `error`."""
     score: float
     """1 is right, 0 is not. A timeout is 0 and stays visible as a timeout."""
     answer: str | None = None
-    """The answer as it counts in a majority vote; None where there is none to count."""
+    """The answer as it counts in a majority vote; None if it does not vote."""
     detail: str = ""
-    """Why, in a few words."""
+    """The reason, in a few words."""
 
 
 class Checker(Protocol):
-    """Judges answers in the order in which they come."""
+    """Judges answers, in their order."""
 
     def __call__(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]: ...
 
@@ -38,7 +38,7 @@ class Task:
     prompts: Sequence[Prompt]
     check: Checker
     samples: int = 1
-    """Samples a problem in the task's own protocol."""
+    """Samples per problem in the task's own protocol."""
     temperature: float = 1.0
     """0: greedy."""
     max_tokens: int = 16384
@@ -50,7 +50,7 @@ class Task:
 
 
 def one_by_one(check: Callable[[Prompt, str], bool]) -> Checker:
-    """A checker from a function that knows right from wrong."""
+    """A checker from a function that judges one answer."""
 
     def judge(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
         right = [check(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]

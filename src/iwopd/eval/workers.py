@@ -1,16 +1,16 @@
-"""Processes that compare answers, so that a comparison can be ended at any moment: started when needed, killed when late.
+"""Worker processes that compare answers, started when needed and killed when a comparison takes too long.
 
 Why not `ProcessPoolExecutor`: one stuck or killed worker breaks the whole pool. Why not threads: sympy inside one long
-multiplication listens to nobody. Here each worker talks over its own two pipes, and whatever happens to it, the only answer
-that can suffer is the one it was working on.
+multiplication cannot be interrupted. Here each worker has its own two pipes, so a worker that dies affects only the answer
+it was working on.
 
-Who ends a worker:
+What ends a worker:
 
 - the kernel, when a check has used its CPU time (a timer that the worker sets; it ends the process even inside C code). CPU
-  time, because on a busy machine wall time would fail answers for what the neighbours do;
-- we, with SIGKILL, when there is no reply after a generous multiple of that in wall time;
-- the end of this process, however it comes: the pipe closes, which an idle worker reads and a busy one gets as a signal.
-  (PR_SET_PDEATHSIG would not do: it fires when the starting *thread* ends.)
+  time, because with wall time answers would fail when the machine is busy;
+- the pool, with SIGKILL, when there is no reply after a generous multiple of that in wall time;
+- the end of this process, for any reason: the pipe closes, which an idle worker reads and a busy one gets as a signal.
+  (PR_SET_PDEATHSIG does not work here: it fires when the starting *thread* ends.)
 
 Linux and other POSIX systems only: Windows has neither these limits nor these signals.
 """
@@ -44,21 +44,21 @@ WALL_GRACE_SECONDS = 10.0
 """A check may take `WALL_FACTOR` times its CPU limit in wall time, plus this."""
 
 START_SECONDS = 120.0
-"""Wall time for a worker to start; it takes half a second where nothing else runs."""
+"""Wall time for a worker to start; it takes half a second on an idle machine."""
 
 CHECKS_PER_WORKER = 500
-"""Then a fresh one takes over: sympy's caches grow."""
+"""Then the worker is replaced: sympy's caches grow."""
 
 _PROGRAM = Path(__file__).with_name("math_worker.py")
 _LONGEST_REPLY = 1 << 20
 
 
 class MathWorkerError(UserError):
-    """Workers cannot be started at all."""
+    """Workers cannot be started."""
 
 
 class Verdict(NamedTuple):
-    """What a worker says: `status` is correct, wrong, unparsed or timeout, `detail` a sentence why."""
+    """A worker's verdict: `status` is correct, wrong, unparsed or timeout, `detail` the reason."""
 
     status: str
     detail: str
@@ -71,7 +71,7 @@ class WorkerPool:
         if size < 1:
             raise ValueError(f"a pool needs at least one worker, got {size}")
         self.size = size
-        self.started = 0  # in all, for tests and the curious
+        self.started = 0  # in total, for tests
         self._free: list[_Worker] = []
         self._taken: set[_Worker] = set()
         self._starting = 0
@@ -80,14 +80,14 @@ class WorkerPool:
         _pools.add(self)
 
     def check(self, answer: str, gold: str, timeout: float) -> Verdict:
-        """Compare; the wait for a free worker does not count."""
+        """Compare. Waiting for a free worker does not count towards the timeout."""
         verdict, innocent = self._try(answer, gold, timeout)
-        if innocent:  # a worker that something else ended, or one that was full already: once more, on a new one
+        if innocent:  # something else killed the worker, or its memory was full before: retry on a new one
             verdict, _ = self._try(answer, gold, timeout, fresh=True)
         return verdict
 
     def _try(self, answer: str, gold: str, timeout: float, *, fresh: bool = False) -> tuple[Verdict, bool]:
-        """A verdict, and whether it may be the fault of something other than this pair."""
+        """A verdict, and whether something other than this pair may have caused it."""
         worker = self._take(fresh=fresh)
         keep = False
         try:
@@ -100,11 +100,11 @@ class WorkerPool:
             if died.signal in (signal.SIGPROF, signal.SIGXCPU):
                 return Verdict("timeout", f"no verdict within {timeout:g} s of CPU time"), False
             return Verdict("timeout", f"no verdict: the worker process {died}, twice"), True
-        finally:  # also after KeyboardInterrupt: a worker with a request under way must never serve again
+        finally:  # also after KeyboardInterrupt: a worker with a pending request must not be reused
             self._give_back(worker, keep=keep)
 
     def close(self) -> None:
-        """End all workers, busy ones too; checks under way and later ones raise `RuntimeError`."""
+        """End all workers, also busy ones; running and later checks raise `RuntimeError`."""
         with self._change:
             self._closed = True
             free, taken = self._free, list(self._taken)
@@ -116,7 +116,7 @@ class WorkerPool:
             worker.kill()  # the thread that uses it sees the end of the pipe and does the rest
 
     def pids(self) -> list[int]:
-        """Process ids of the workers that run now."""
+        """Process ids of the running workers."""
         with self._change:
             return [worker.pid for worker in (*self._free, *self._taken)]
 
@@ -174,7 +174,7 @@ class WorkerPool:
         return len(self._free) + len(self._taken) + self._starting
 
     def _abandon(self) -> None:
-        """In a forked child: the workers are the parent's. Close our copies of the pipes and start over without them."""
+        """In a forked child: the workers belong to the parent. Close our copies of the pipes and start without workers."""
         for worker in (*self._free, *self._taken):
             worker.forget()
         self._free, self._taken, self._starting = [], set(), 0
@@ -182,7 +182,7 @@ class WorkerPool:
 
 
 def shared_pool() -> WorkerPool:
-    """The pool of this process, one worker for each core it may use."""
+    """The pool of this process, one worker per usable core."""
     global _shared
     with _shared_lock:
         if _shared is None:
@@ -214,9 +214,9 @@ class _Worker:
         if not sys.executable or importlib.util.find_spec("math_verify") is None:
             raise MathWorkerError("math answers are checked with math-verify, which is not installed: pip install math-verify")
         self.checks = 0
-        # -P: not the program's own directory first, which holds a `math.py`. -W: warnings are errors under some test runners.
+        # -P: do not search the program's own directory, which has a `math.py`. -W: some test runners make warnings errors.
         command = [sys.executable, "-P", "-W", "ignore", str(_PROGRAM)]
-        environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}  # the same verdict every time
+        environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}  # deterministic verdicts
         with _fork_lock:  # a fork in another thread must see all of this worker or nothing
             self._process = subprocess.Popen(
                 command,
@@ -225,7 +225,7 @@ class _Worker:
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
                 env=environment,
-                process_group=0,  # Ctrl-C is for us
+                process_group=0,  # Ctrl-C goes to this process only
             )
             _workers.add(self)
         self._sink, self._source = cast(Any, self._process.stdin), cast(Any, self._process.stdout)
@@ -261,7 +261,7 @@ class _Worker:
         number = next(self._numbers)
         self._send({"id": number, "answer": answer, "gold": gold, "timeout": timeout}, deadline)
         reply = self._receive(deadline)
-        if reply.get("id") != number:  # cannot be, and must not pass for an answer if it is
+        if reply.get("id") != number:  # should never happen, and must not count as an answer
             raise _DiedError(self.end())
         return reply
 
@@ -305,7 +305,7 @@ class _Worker:
         data = b""
         while len(data) < count:
             self._wait(self._source, select.POLLIN, deadline)
-            part = self._source.read(count - len(data))  # None: nothing there after all
+            part = self._source.read(count - len(data))  # None: nothing to read yet
             if part == b"":
                 raise _DiedError(self._exit_code())
             data += part or b""
@@ -318,7 +318,7 @@ class _Worker:
             raise _LateError
 
     def _exit_code(self) -> int:
-        """After the pipe has closed: the process is about to end by itself; its own exit code says why."""
+        """After the pipe has closed: the process is about to end; wait for its exit code, which says why."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
         return self.end()
@@ -336,7 +336,7 @@ def _after_fork_in_child() -> None:
     _shared_lock, _fork_lock = threading.Lock(), threading.Lock()
     for pool in _pools:
         pool._abandon()
-    for worker in _workers:  # those that were just starting
+    for worker in _workers:  # workers that were just starting
         worker.forget()
     _workers.clear()
 

@@ -1,4 +1,4 @@
-"""Questions to a teacher server before training: the right model, all ids, enough room, scores that belong to their tokens."""
+"""Checks of a teacher server before training: the right model, all ids, enough context, scores that belong to their tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from iwopd.teacher.errors import TeacherError
 from iwopd.teacher.server import ServerScorer
 
 TOLERANCE = 0.5
-"""How far two log-probs of one token may lie apart: half-precision servers compute them by different kernels."""
+"""Largest difference of two log-probs of one token: half-precision servers compute them with different kernels."""
 
 
 def check_server(scorer: ServerScorer, *, vocab_size: int, longest: int, examples: Sequence[Sequence[int]]) -> None:
-    """Ask every server that answers; `longest` is the longest prompt with its answer, `examples` are prompts.
+    """Check every server that responds; `longest` is the longest prompt plus answer, `examples` are prompts.
 
-    The server has no tokenizer of ours to compare with: that its ids mean the same is `iwopd doctor`'s business, where the
-    model's files can be had.
+    This cannot check that the server's ids mean the same as ours: `iwopd doctor` compares the tokenizers, if the
+    model's files are available.
     """
     _check_model(scorer, vocab_size, longest)
     _check_largest_id(scorer, vocab_size)
@@ -30,7 +30,7 @@ def _check_model(scorer: ServerScorer, vocab_size: int, longest: int) -> None:
         answers = scorer.ask("/v1/models")
     except TeacherError as error:
         if "HTTP 404" in str(error):
-            return  # it does not tell
+            return  # it has no such endpoint
         raise
     names: dict[str, str] = {}
     for url, answer in answers.items():
@@ -68,7 +68,7 @@ def _choose(scorer: ServerScorer, url: str, served: dict[str, Any]) -> str:
 
 
 def _check_largest_id(scorer: ServerScorer, vocab_size: int) -> None:
-    """Servers refuse ids that they do not have."""
+    """Servers reject ids that they do not have."""
     last = vocab_size - 1
     try:
         scorer.score_ids([TokenSequence((0, last), 1)])
@@ -77,14 +77,14 @@ def _check_largest_id(scorer: ServerScorer, vocab_size: int) -> None:
 
 
 def _check_alignment(scorer: ServerScorer, ids: Sequence[int]) -> None:
-    """Let the server draw a token, and have it scored: the same token at the same place must have the same log-prob."""
+    """Let the server sample a token, then score it: both log-probs must agree."""
     dialect = scorer.dialect
     for url, answer in scorer.ask(dialect.path, dialect.drawing(scorer.model, ids)).items():
         drawn = dialect.drawn(answer)
         sequence = TokenSequence((*ids, drawn.id), len(ids))
         again = scorer.ask(dialect.path, dialect.scoring(scorer.model, [sequence]))
         if url not in again:
-            continue  # it went away meanwhile
+            continue  # it has become unreachable
         [[score]] = dialect.scores(again[url], [sequence])
         if abs(score - drawn.logprob) > TOLERANCE:
             raise TeacherError(

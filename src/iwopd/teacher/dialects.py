@@ -1,6 +1,6 @@
-"""How servers are asked for the log-probs of given token ids, and how their answers are read.
+"""Requests for the log-probs of given token ids, and how the responses are parsed.
 
-Nothing in an answer is believed: the ids are compared with those that were sent, every log-prob must be there and be one.
+Responses are not trusted: the ids are compared with those that were sent, and every token must have a valid log-prob.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from iwopd.teacher.errors import TeacherError
 
 IMPOSSIBLE = -9999.0
-"""JSON has no infinity; vLLM (and SGLang's clients) write this for a token that cannot come."""
+"""JSON has no infinity; vLLM (and SGLang's clients) write this for minus infinity."""
 ROUNDING = 1e-3
 """A log-prob may exceed 0 by this much: half precision."""
 
@@ -28,32 +28,32 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A token that the server drew itself at temperature 1, with its log-prob."""
+    """A token that the server sampled at temperature 1, with its log-prob."""
 
     id: int
     logprob: float
 
 
 class Dialect(Protocol):
-    """The language of one kind of server."""
+    """The protocol of one kind of server."""
 
     path: str
 
     def scoring(self, model: str | None, sequences: Sequence[TokenSequence]) -> dict[str, Any]:
-        """The request that has these sequences scored."""
+        """The request that scores these sequences."""
 
     def scores(self, answer: Any, sequences: Sequence[TokenSequence]) -> list[list[float]]:
-        """Log-probs of the ids from `start` on, sequence by sequence; -inf where impossible."""
+        """Log-probs of the ids from `start` on, per sequence; -inf for impossible tokens."""
 
     def drawing(self, model: str | None, ids: Sequence[int]) -> dict[str, Any]:
-        """The request for one token more at temperature 1."""
+        """The request that samples one more token at temperature 1."""
 
     def drawn(self, answer: Any) -> Drawn:
         """That token."""
 
 
 class VllmDialect:
-    """OpenAI's completions with vLLM's `prompt_logprobs` and `return_token_ids`. `iwopd serve-teacher` speaks it, too."""
+    """OpenAI's completions with vLLM's `prompt_logprobs` and `return_token_ids`; also that of `iwopd serve-teacher`."""
 
     path = "/v1/completions"
 
@@ -100,7 +100,7 @@ class VllmDialect:
 
 
 class SglangDialect:
-    """SGLang's own `/generate`. Written from its sources; no SGLang server was available to run it against."""
+    """SGLang's own `/generate`. Written from its sources; never run against a real server."""
 
     path = "/generate"
 
@@ -109,7 +109,7 @@ class SglangDialect:
             "input_ids": [list(sequence.ids) for sequence in sequences],
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
-            # Log-probs begin one token late: the entry at this place has none.
+            # The entry at this position has no log-prob: they begin one token later.
             "logprob_start_len": [sequence.start - 1 for sequence in sequences],
         }
 
@@ -153,7 +153,7 @@ def _logprob(value: Any, place: int) -> float:
         raise TeacherError(f"the log-prob at position {place} is {_brief(value)}, not a number")
     number = float(value)
     if math.isnan(number) or number > ROUNDING:
-        raise TeacherError(f"the log-prob at position {place} is {number}: that is none")
+        raise TeacherError(f"the log-prob at position {place} is {number}: it must be at most 0")
     return -math.inf if number <= IMPOSSIBLE else number
 
 
@@ -166,7 +166,7 @@ def _field(item: Any, name: str, kind: type, hint: str = "") -> Any:
 
 def _first(items: Any) -> Any:
     if not isinstance(items, list) or not items:
-        raise TeacherError(f"the answer has {_brief(items)} where a list with something in it should be")
+        raise TeacherError(f"the answer has {_brief(items)} where a non-empty list should be")
     return items[0]
 
 

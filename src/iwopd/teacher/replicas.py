@@ -1,4 +1,4 @@
-"""The servers of one teacher: work goes to whoever is free, and one that fails is left out for a while."""
+"""The servers of one teacher: requests go to a free one, and one that fails is left alone for a while."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _jitter = random.Random()  # not the global one: its state belongs to training, 
 
 
 class Replica:
-    """One server. It outlives a conversation: what was down a step ago is not tried first."""
+    """One server. It is kept between calls, so a server that was down in the last step is not tried first."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -28,21 +28,21 @@ class Replica:
         return time.monotonic() < self._resting_until
 
     async def rested(self) -> None:
-        """Wait until it may be asked again; each waiter a little longer or shorter, so that they do not come all at once."""
+        """Wait until it may be tried again; with jitter, so that not all waiters come at once."""
         while self.resting:
             left = self._resting_until - time.monotonic()
             await asyncio.sleep(max(0.0, left) * _jitter.uniform(1.0, 1.25) + 0.001)
 
     def failed(self, why: str, notify: Callable[[str], None]) -> None:
-        """Leave it out: twice as long after every failure, with jitter. Failures of requests sent together count once."""
+        """Back off: twice as long after every failure, with jitter. Failures of concurrent requests count once."""
         if self.resting:
             return
         self._failures += 1
         rest = min(LONGEST_REST, FIRST_REST * 2 ** min(self._failures - 1, 30))
         self._resting_until = time.monotonic() + rest * _jitter.uniform(0.5, 1.0)
-        if self._failures == 3:  # a hiccup is not worth a line
+        if self._failures == 3:  # do not report a brief failure
             self._told = True
-            notify(f"the teacher at {self.url} does not answer ({why}); trying on")
+            notify(f"the teacher at {self.url} does not answer ({why}); retrying")
 
     def worked(self, notify: Callable[[str], None]) -> None:
         self.answered += 1

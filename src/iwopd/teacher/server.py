@@ -1,7 +1,7 @@
-"""A scorer behind HTTP: any server that returns the log-probs of given token ids, in one or several replicas.
+"""A scorer over HTTP: any server that returns the log-probs of given token ids, in one or several replicas.
 
-Requests are bounded in number, size and time. Transport errors and 5xx are tried again, elsewhere if there is an elsewhere,
-until `patience` is at its end; a refusal (4xx) or a wrong answer is an error at once. Servers score at temperature 1.
+Requests are bounded in number, size and time. Transport errors and 5xx are retried, on another replica if there is one,
+for `patience` seconds; a refusal (4xx) or a wrong response is an error at once. Servers score at temperature 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.types import Prompt, Rollout
 
 MOST_GARBLED = 3
-"""So often may the answer to one request be something else than JSON."""
+"""A request fails when this many of its responses are not JSON."""
 EXAMPLES = 4
 """Prompts on which a server is tried out."""
 BYTES_PER_TOKEN = 2**10
@@ -46,20 +46,20 @@ class ServerSettings:
     api_key_env: str | None = None
     """Name of the environment variable that holds the key."""
     max_in_flight: int = 16
-    """Requests under way at a time, for each replica."""
+    """Concurrent requests per replica."""
     tokens_per_request: int = 8192
-    """Short sequences travel together up to so many tokens; a long one goes alone."""
+    """Short sequences share a request up to this many tokens; a longer one goes alone."""
     request_timeout: float = 300.0
     """Seconds for one attempt."""
     patience: float = 600.0
-    """Seconds after which a request that keeps failing is given up."""
+    """Seconds after which a request that keeps failing ends the run."""
     deadline: float = 7200.0
-    """Seconds for all rollouts of one call."""
+    """Seconds for all rollouts of one `score` call."""
 
 
 @dataclass
 class _Request:
-    """Sequences that travel together."""
+    """Sequences that are sent together."""
 
     rows: list[int]
     sequences: list[TokenSequence]
@@ -112,7 +112,7 @@ class ServerScorer(Scorer):
         return scores
 
     def _requests(self, sequences: Sequence[TokenSequence]) -> list[_Request]:
-        """Neighbours up to `tokens_per_request` tokens, but enough requests to keep every replica at work."""
+        """Sequences grouped up to `tokens_per_request` tokens, with enough requests to keep every replica busy."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.start < len(sequence.ids)]
         most_rows = max(1, -(-len(rows) // (2 * len(self.replicas)))) if len(self.replicas) > 1 else len(rows)
         requests: list[_Request] = []
@@ -128,7 +128,7 @@ class ServerScorer(Scorer):
         return requests
 
     async def _converse(self, requests: list[_Request]) -> list[tuple[list[int], list[list[float]]]]:
-        """Every replica's workers take requests from one queue; what fails goes back into it, for whoever is next."""
+        """The workers of all replicas share one queue; a failed request goes back into it for the next free worker."""
         waiting: asyncio.Queue[_Request] = asyncio.Queue()
         for request in requests:
             waiting.put_nowait(request)
@@ -174,7 +174,7 @@ class ServerScorer(Scorer):
     async def _attempt(
         self, replica: Replica, session: httpx.AsyncClient, headers: dict[str, str], request: _Request
     ) -> list[list[float]] | None:
-        """The scores; None if it is worth another try."""
+        """The scores; None if the request should be retried."""
         began = time.monotonic()
         body = self.dialect.scoring(self.model, request.sequences)
         try:
@@ -183,7 +183,9 @@ class ServerScorer(Scorer):
         except GarbledError as error:
             request.garbled += 1
             if request.garbled == MOST_GARBLED:
-                raise TeacherError(f"{self._who} at {replica.url} answered {MOST_GARBLED} times with what is {error}") from None
+                raise TeacherError(
+                    f"{self._who} at {replica.url} responded {MOST_GARBLED} times with what is {error}"
+                ) from None
             replica.failed(str(error), self.notify)
         except UnreachableError as error:
             replica.failed(str(error), self.notify)
@@ -205,7 +207,7 @@ class ServerScorer(Scorer):
     async def _ask(
         self, replica: Replica, session: httpx.AsyncClient, headers: dict[str, str], path: str, body: Any, most_bytes: int
     ) -> Any:
-        """The answer of one server to one request, parsed."""
+        """The parsed response of one server to one request."""
         seconds = self.settings.request_timeout
         method = "GET" if body is None else "POST"
         url = replica.url + path
@@ -219,12 +221,12 @@ class ServerScorer(Scorer):
             raise UnreachableError(f"HTTP {status} {words}".strip())
         if status in (401, 403):
             variable = self.settings.api_key_env
-            hint = f"the key in {variable} is not the right one" if variable else "name the key's variable: teacher.api_key_env"
-            raise TeacherError(f"it refuses us (HTTP {status} {words}): {hint}")
+            hint = f"the key in {variable} is wrong" if variable else "name the key's variable: teacher.api_key_env"
+            raise TeacherError(f"it denies access (HTTP {status} {words}): {hint}")
         raise TeacherError(f"it refuses {method} {path} (HTTP {status}): {words}")
 
     def ask(self, path: str, body: Any = None) -> dict[str, Any]:
-        """The answers of all servers that can be reached to one request, by URL; waits for the first, for checks."""
+        """The responses of all reachable servers to one request, by URL; waits until at least one responds. For checks."""
 
         async def one(replica: Replica, session: httpx.AsyncClient) -> Any:
             try:
@@ -247,7 +249,7 @@ class ServerScorer(Scorer):
                     where = f"{self._who} at {', '.join(self.settings.urls)}"
                     garbled += any(isinstance(answer, GarbledError) for answer in answers)
                     if garbled == MOST_GARBLED:
-                        raise TeacherError(f"{where} answers {path} with what is {answers[0]}: is it a teacher server?")
+                        raise TeacherError(f"{where} responds to {path} with what is {answers[0]}: is it a teacher server?")
                     if time.monotonic() - began >= self.settings.patience:
                         raise TeacherGoneError(f"{where} does not answer: {answers[0]}. Start it, or correct teacher.urls")
                     await self.replicas[0].rested()
@@ -260,7 +262,7 @@ class ServerScorer(Scorer):
 
 
 def run_async(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run it to its end from any thread, also where an event loop is running (a notebook)."""
+    """Run a coroutine from any thread, also if an event loop is running (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

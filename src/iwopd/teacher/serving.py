@@ -1,9 +1,9 @@
-"""A small teacher server for machines without vLLM. It speaks the part of OpenAI's completions that scoring needs, with
-vLLM's `prompt_logprobs` and `return_token_ids`, so that a client need not know which of the two it talks to.
+"""A small teacher server for machines without vLLM. It implements the part of OpenAI's completions API that scoring needs,
+with vLLM's `prompt_logprobs` and `return_token_ids`, so one client works with both.
 
     GET  /health           200 when it is up
     GET  /v1/models        its one model, with vocab_size and max_model_len
-    POST /v1/completions   log-probs of token ids at temperature 1; it writes one token at most
+    POST /v1/completions   log-probs of token ids at temperature 1; it generates one token at most
 
 Without a token it listens on this machine only.
 """
@@ -23,9 +23,9 @@ from iwopd.teacher.dialects import IMPOSSIBLE
 from iwopd.teacher.serving_model import Scored, ServingModel
 
 MOST_BYTES = 2**26
-"""Of a request."""
+"""Largest request."""
 IDLE_SECONDS = 120
-"""After so long without a word a connection is closed."""
+"""A connection without data for this long is closed."""
 
 
 class ServingError(UserError, RuntimeError):
@@ -45,7 +45,7 @@ class TeacherServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     model: ServingModel
-    """Set before `serve_forever`: the address is taken first, and a model takes long to load."""
+    """Set before `serve_forever`: the address is bound first, because a model takes long to load."""
 
     def __init__(self, name: str, *, host: str, port: int, token: str | None) -> None:
         if token is None and host not in LOOPBACK:
@@ -86,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         except RefusalError as refusal:
             self._send(refusal.status, {"error": {"message": str(refusal), "code": refusal.status}})
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
-            self.close_connection = True  # the asker has left
+            self.close_connection = True  # the client has left
         except Exception as error:
             self._send(500, {"error": {"message": f"{type(error).__name__}: {error}", "code": 500}})
 
@@ -129,11 +129,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Requests are not worth a line each."""
+        """Do not log requests."""
 
 
 def read_request(request: Any, name: str, model: ServingModel) -> tuple[list[list[int]], bool]:
-    """Token ids to score, and whether a token more is wanted with its log-prob."""
+    """Token ids to score, and whether to sample one more token with its log-prob."""
     if not isinstance(request, dict):
         raise RefusalError(400, "a request is a JSON object")
     if request.get("model") not in (None, name):
@@ -159,7 +159,7 @@ def read_request(request: Any, name: str, model: ServingModel) -> tuple[list[lis
 
 
 def completion(name: str, sequences: list[list[int]], scored: Scored) -> dict[str, Any]:
-    """The answer, in the form of vLLM's."""
+    """The response, in vLLM's format."""
     choices = []
     for index, (ids, logprobs) in enumerate(zip(sequences, scored.logprobs, strict=True)):
         if any(math.isnan(value) for value in logprobs):

@@ -1,6 +1,6 @@
-"""The embedded world: a task, a tokenizer and models trained from nothing in minutes, on a CPU and without a network.
+"""The embedded world: a task, a tokenizer and models trained from scratch in minutes, on a CPU and without a network.
 
-world = open_world()                    # trains teacher and student the first time, then takes them from the cache
+world = open_world()                    # trains teacher and student the first time, then loads them from the cache
 world.teacher, world.student            # folders for AutoModelForCausalLM.from_pretrained
 world.prompts(64), world.eval_prompts(500)
 """

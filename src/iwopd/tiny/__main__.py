@@ -1,7 +1,7 @@
 """Pretrain one model: `python -m iwopd.tiny FOLDER < recipe.json`, one JSON line of progress every few steps.
 
-A process of its own, one thread: two models train side by side on two cores, and the weights do not depend on how many
-threads the parent uses. If the parent dies, the next line of progress has no reader and this process ends.
+A separate process with one thread: two models train in parallel on two cores, and the weights do not depend on how many
+threads the parent uses. If the parent dies, writing the next line of progress fails and this process ends.
 """
 
 from __future__ import annotations

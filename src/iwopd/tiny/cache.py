@@ -1,10 +1,10 @@
-"""Pretrained models on disk: one folder a recipe, built once, found for ever.
+"""Pretrained models on disk: one folder per recipe, built once.
 
     <cache>/tiny/<name>-<lineage>-<hash of the recipe>/   config.json  model.safetensors  tokenizer...  entry.json
 
-A folder is written under another name and renamed when it is whole. `entry.json` holds the recipe and the SHA-256 of every
-file: safetensors loads a flipped bit without a word, so an entry is checked whenever it is opened, and a damaged one is
-rebuilt. A lock beside the folder makes a second process wait for the first one's result instead of training the same model.
+A folder is written under a temporary name and renamed when it is complete. `entry.json` holds the recipe and the SHA-256 of
+every file: safetensors does not detect a flipped bit, so an entry is checked whenever it is opened, and a damaged one is
+rebuilt. A lock next to the folder makes a second process wait for the first one's result instead of training the same model.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def cache_dir() -> Path:
 def cached_models(
     recipes: Mapping[str, ModelRecipe], *, refresh: bool = False, progress: Progress | None = None
 ) -> dict[str, Path]:
-    """Folders of these models by label, training those that are not there yet, side by side in processes of their own.
+    """Folders of these models by label. Missing ones are trained in parallel, one process each.
 
-    `progress` hears of each model by its label. `refresh` trains all of them again.
+    `progress` is called with each model's label. `refresh` trains all of them again.
     """
     root = cache_dir() / "tiny"
     folders = {label: root / recipe.key for label, recipe in recipes.items()}
@@ -54,7 +54,7 @@ def cached_models(
         return folders
     root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        for key in sorted({folder.name for folder in folders.values()}):  # in one order everywhere: no deadlock
+        for key in sorted({folder.name for folder in folders.values()}):  # always in the same order: no deadlock
             stack.enter_context(_locked(root / f"{key}.lock"))
         missing: dict[str, ModelRecipe] = {}
         for label, recipe in recipes.items():
@@ -69,7 +69,7 @@ def cached_models(
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a cache entry, in a few words; None if it is whole."""
+    """What is wrong with a cache entry; None if it is intact."""
     try:
         files = json.loads((folder / ENTRY).read_text(encoding="utf-8"))["files"]
         if lost := [name for name in _REQUIRED if name not in files]:
@@ -86,7 +86,7 @@ def damage(folder: Path) -> str | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the system frees when its owner dies; say so before waiting for somebody else's."""
+    """Hold a lock that the system frees when its owner dies; log before waiting for another process."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -102,7 +102,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _build(recipes: Mapping[str, ModelRecipe], root: Path, progress: Progress | None) -> None:
-    """Train, seal and move into place. The caller holds the locks, so leftovers of the same recipes have no owner."""
+    """Train, seal and move into place. The caller holds the locks, so leftovers of the same recipes are stale."""
     for recipe in recipes.values():
         for leftover in root.glob(f".{recipe.key}.*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -118,7 +118,7 @@ def _build(recipes: Mapping[str, ModelRecipe], root: Path, progress: Progress | 
 
 
 def _train(recipes: Mapping[str, ModelRecipe], drafts: Mapping[str, Path], progress: Progress | None) -> None:
-    """One process a model, all at once; their lines of progress arrive through one queue in the caller's thread."""
+    """One process per model, all in parallel; their lines of progress reach the caller's thread through one queue."""
     lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
     with ExitStack() as stack:
         workers = {}
@@ -146,7 +146,7 @@ def _train(recipes: Mapping[str, ModelRecipe], drafts: Mapping[str, Path], progr
 def _start(recipe: ModelRecipe, draft: Path, errors: IO[str]) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # the worker finds what this process finds
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # the worker imports what this process can import
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -164,7 +164,7 @@ def _start(recipe: ModelRecipe, draft: Path, errors: IO[str]) -> subprocess.Pope
     try:
         json.dump(recipe.to_dict(), worker.stdin)
         worker.stdin.close()
-    except BrokenPipeError:  # it died at once: its exit code and last words are reported later
+    except BrokenPipeError:  # it died at once: its exit code and last output are reported later
         pass
     return worker
 
@@ -190,7 +190,7 @@ def _seal(draft: Path, recipe: ModelRecipe) -> None:
 
 
 def _move(draft: Path, folder: Path) -> None:
-    """Rename into place; what stood there is renamed away first, because a folder cannot be renamed onto a full one."""
+    """Rename into place. An existing folder is renamed away first, because a folder cannot replace a non-empty one."""
     if folder.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         folder.rename(old / "old")

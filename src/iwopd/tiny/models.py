@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
 RECIPE_VERSION = 1
-"""Raise it when the same recipe would train another model: cached models of older versions are then left alone."""
+"""Raise it when the same recipe would train another model: cached models of older versions are then ignored."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,21 @@ TEACHER_SIZES: Mapping[str, ModelSize] = {"weak": ModelSize(64), "strong": Model
 
 @dataclass(frozen=True)
 class Stage:
-    """One stretch of supervised training with its own data and learning-rate schedule."""
+    """One stage of supervised training with its own data and learning-rate schedule."""
 
     steps: int
     operands: int
     right: float
-    """Probability that `unit` respects the order of operations; else it goes from left to right."""
+    """Probability that a `unit` respects the order of operations; otherwise it is worked out from left to right."""
     unit: Literal["solution", "line"] = "solution"
-    """Whether each solution is wholly of one kind, or each of its lines is drawn by itself."""
+    """Whether the draw is made once per solution or once per line."""
     sure: int = 0
-    """Lines on at most this many operands always respect the order (unit "line"): short expressions are easy."""
+    """Lines with at most this many operands always respect the order (unit "line"): short expressions are easy."""
     learning_rate: float = 3e-3
     schedule: Literal["trapezoid", "cosine"] = "trapezoid"
     """`trapezoid`: warm-up, constant to 60 %, then linear to 5 %; `cosine`: from the full rate to 0."""
     shorter: tuple[tuple[int, int], ...] = ()
-    """What the stage begins with, (steps, operands) each: long expressions are learnt sooner after short ones."""
+    """(steps, operands) pairs that the stage begins with: long expressions are learnt faster after short ones."""
     batch: int = 32
     warmup: int = 50
 
@@ -85,10 +85,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """Everything that decides the weights of a pretrained model."""
+    """Everything that determines the weights of a pretrained model."""
 
     name: str
-    """Readable, part of the seed and of the cache folder's name."""
+    """Part of the seed and of the cache folder's name."""
     size: ModelSize
     stages: tuple[Stage, ...]
     lineage: int = 0
@@ -120,7 +120,7 @@ class ModelRecipe:
 
 
 def new_model(size: ModelSize, seed: str) -> Qwen3ForCausalLM:
-    """An untrained model in float32; the same seed gives the same weights, and the global generator stays as it was."""
+    """An untrained model in float32. The same seed gives the same weights; the global generator is not touched."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,7 +1,7 @@
 """Supervised pretraining from scratch: next-token cross-entropy on the response tokens of worked solutions.
 
 Every batch is fresh problems of one length, so there is no padding and no attention mask; on a CPU that is more than
-twice as fast as a padded batch. `python -m iwopd.tiny` runs it in a process of its own (`tiny/cache.py` starts it).
+twice as fast as a padded batch. `python -m iwopd.tiny` runs it in a separate process (`tiny/cache.py` starts it).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pretrain(recipe: ModelRecipe, progress: Progress | None = None) -> Qwen3ForC
             done += 1
             losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):
-                raise FloatingPointError(f"pretraining of {recipe.name!r} lost its way: loss {losses[-1]} at step {done}")
+                raise FloatingPointError(f"pretraining of {recipe.name!r} diverged: loss {losses[-1]} at step {done}")
             if progress is not None and (done % REPORT_EVERY == 0 or done == recipe.steps):
                 progress(recipe.name, done, recipe.steps, sum(losses) / len(losses))
                 losses = []

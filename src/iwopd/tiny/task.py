@@ -1,15 +1,15 @@
 r"""The task of the embedded world: the last digit of an arithmetic expression, with order of operations.
 
     problem    9+3+7+5*4+1              digits and operators, everything modulo 10
-    solution   5*4=0;9+3+7+0+1          one reduction a line, then the expression that is left
+    solution   5*4=0;9+3+7+0+1          one reduction per line, then the remaining expression
                9+3=2;2+7+0+1
                2+7=9;9+0+1
                9+0=9;9+1
                9+1=0;0
                \boxed{0}
 
-Whoever knows the order of operations reduces the leftmost `*` first, and the leftmost operator once there is none. Whoever
-does not works from left to right. Only problems where the two end differently are kept, so one wrong line early usually
+A right solution reduces the leftmost `*` first, and the leftmost operator once there is no `*`. A wrong one works from left
+to right. Only problems where the two give different results are kept, so one early wrong line usually
 costs the answer: a small model of a long chain of reasoning. All solutions of a problem have the same number of tokens.
 
 Randomness comes from `random.Random` seeded with text, which is the same on every machine and in every process.
@@ -33,7 +33,7 @@ EVAL_SHARE = 8
 MIN_OPERANDS, MAX_OPERANDS = 3, 16
 """With two operands the order of operations makes no difference."""
 _REPEATS = 20_000
-"""Repeats in a row after which the problems of a split count as used up."""
+"""After this many consecutive repeats the problems of a split count as exhausted."""
 _EXPRESSION = re.compile(r"[0-9](?:[+*-][0-9])*")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
@@ -68,14 +68,14 @@ def right_solution(expression: str) -> str:
 
 
 def left_to_right_solution(expression: str) -> str:
-    """The solution of someone who does not know the order of operations."""
+    """The solution that ignores the order of operations."""
     return _solution(expression, lambda _: False)
 
 
 def mixed_solution(expression: str, precedence: float, rng: random.Random, *, sure: int = 0) -> str:
-    """A solution in which each line respects the order of operations with probability `precedence`, by itself.
+    """A solution in which each line independently respects the order of operations with probability `precedence`.
 
-    Lines on at most `sure` operands always do.
+    Lines with at most `sure` operands always do.
     """
     return _solution(expression, lambda operands: operands <= sure or rng.random() < precedence)
 
@@ -86,7 +86,7 @@ def response_tokens(operands: int) -> int:
 
 
 def split_of(expression: str) -> Split:
-    """Which split an expression belongs to: decided by its hash alone, so no seed can carry it across."""
+    """Which split an expression belongs to. It depends on its hash alone, so the splits are disjoint for all seeds."""
     return "eval" if hashlib.sha256(f"iwopd/tiny/{expression}".encode()).digest()[0] % EVAL_SHARE == 0 else "train"
 
 
@@ -103,7 +103,7 @@ def problems(operands: int, split: Split, rng: random.Random) -> Iterator[str]:
 
 
 def distinct_problems(operands: int, split: Split, rng: random.Random, count: int) -> list[str]:
-    """The first `count` different problems of the stream, in its order: a shorter list is the start of a longer one."""
+    """The first `count` different problems of the stream, in its order: a shorter list is a prefix of a longer one."""
     found: dict[str, None] = {}
     repeats = 0
     stream = problems(operands, split, rng)
@@ -138,7 +138,7 @@ def _left_to_right_value(expression: str) -> str:
 
 
 def _solution(expression: str, respect_precedence: Callable[[int], bool]) -> str:
-    """The worked solution; `respect_precedence` is asked once a line, with the number of operands that are left."""
+    """The worked solution; `respect_precedence` is called once per line, with the number of operands left."""
     left = list(_checked(expression))
     lines = []
     while len(left) > 1:

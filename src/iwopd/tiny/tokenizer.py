@@ -1,6 +1,6 @@
-"""The tokenizer of the embedded world: 21 tokens, a chat template, and otherwise a tokenizer like any other.
+"""The tokenizer of the embedded world: a normal fast tokenizer with 21 tokens and a chat template.
 
-A user message is an expression; the generation prompt is the `?` behind it, so a prompt of six operands has 12 tokens:
+A user message is an expression; the generation prompt is the `?` after it, so a prompt of six operands has 12 tokens:
 
     [{"role": "user", "content": "9+3+7+5*4+1"}]  ->  9+3+7+5*4+1?
 """
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A fresh tokenizer. Text it has no token for is an error, not a guess."""
+    """A new tokenizer. Text that it has no token for is an error."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,9 +1,9 @@
-"""Named worlds: a task, a teacher that can do it and a student that cannot yet, trained from nothing in minutes.
+"""Named worlds: a task, a teacher that can do it and a student that cannot yet, trained from scratch in minutes.
 
-- `clean` (6 operands): the teacher has only ever seen right solutions. Behind a student's wrong line it is lost and can only
-  copy on: the sharpest contrast between early and late tokens.
-- `drift` (8 operands): one in ten of the teacher's solutions went from left to right, so it knows how drifted prefixes go
-  on, and follows them: closer to what large teachers do.
+- `clean` (6 operands): the teacher was trained on right solutions only. After a student's wrong line it can only
+  copy: the sharpest contrast between early and late tokens.
+- `drift` (8 operands): one in ten of the teacher's training solutions works from left to right, so it can continue drifted
+  prefixes, and does: closer to what large teachers do.
 
 A lineage is a seed: another initialisation and data order, everything else the same.
 """
@@ -33,18 +33,18 @@ DEFAULT_WORLD = "clean"
 
 @dataclass(frozen=True)
 class WorldRecipe:
-    """Everything that decides a world."""
+    """Everything that determines a world."""
 
     name: str
     operands: int
-    """Operands of every problem that is asked for, in training and evaluation."""
+    """Operands of every problem, in training and evaluation."""
     teacher: ModelRecipe
     student: ModelRecipe
 
 
 @dataclass(frozen=True)
 class World:
-    """A world whose models are on disk: folders that `AutoModelForCausalLM.from_pretrained` loads, tokenizer included."""
+    """A world whose models are on disk: folders for `AutoModelForCausalLM.from_pretrained`, tokenizer included."""
 
     recipe: WorldRecipe
     teacher: Path
@@ -52,7 +52,7 @@ class World:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The one tokenizer of teacher and student."""
+        """The tokenizer of both teacher and student."""
         return build_tokenizer()
 
     @property
@@ -61,7 +61,7 @@ class World:
         return max_response_tokens(self.recipe.operands)
 
     def prompts(self, n: int, *, seed: int = 0) -> list[Prompt]:
-        """`n` different training prompts, none of them an evaluation prompt; a shorter list is the start of a longer one."""
+        """`n` different training prompts, none of them an evaluation prompt; a shorter list is a prefix of a longer one."""
         return _prompts(self.recipe.operands, "train", n, f"iwopd/tiny/train/{seed}", self.tokenizer)
 
     def eval_prompts(self, n: int) -> list[Prompt]:
@@ -79,12 +79,12 @@ def max_response_tokens(operands: int) -> int:
 
 
 def eval_prompts(operands: int, n: int, tokenizer: Any) -> list[Prompt]:
-    """The first `n` of the one fixed list of evaluation problems with so many operands."""
+    """The first `n` of the fixed list of evaluation problems with this many operands."""
     return _prompts(operands, "eval", n, "iwopd/tiny/eval", tokenizer)
 
 
 def open_world(world: str | WorldRecipe = DEFAULT_WORLD, *, refresh: bool = False, progress: Progress | None = None) -> World:
-    """A world by name or recipe, with its models trained or taken from the cache (`refresh` trains them again).
+    """A world by name or recipe, its models trained or loaded from the cache (`refresh` trains them again).
 
     `progress` is called with ("teacher" or "student", step, steps, loss) while they are trained.
     """
@@ -112,8 +112,8 @@ def world_recipe(
 
 def _clean(teacher: str, student: str, lineage: int) -> WorldRecipe:
     taught = (Stage({"strong": 900, "weak": 600}[teacher], 6, right=1.0),)
-    # The student first learns to work cleanly in either order, then to mix them line by line: a mixture from the start is
-    # learnt badly (operands that nobody would choose). It is sure of lines on three operands, so its mistakes come early.
+    # The student first learns either order on whole solutions, then mixes them line by line: mixing from the start is
+    # learnt badly (wrong operands). It is sure of lines with three operands, so its mistakes come early.
     learnt = (
         Stage(800, 6, right=0.2),
         Stage(300, 6, right=0.2, unit="line", sure=3, learning_rate=1.5e-3, schedule="cosine"),
@@ -123,7 +123,7 @@ def _clean(teacher: str, student: str, lineage: int) -> WorldRecipe:
 
 def _drift(teacher: str, student: str, lineage: int) -> WorldRecipe:
     taught = (Stage({"strong": 900, "weak": 700}[teacher], 8, right=0.9, shorter=((150, 4), (250, 6))),)
-    # Longer than in `clean`: after 800 steps the student still loses operands on the way, and learns nothing from this teacher.
+    # Longer than in `clean`: after 800 steps the student still loses operands, and learns nothing from this teacher.
     learnt = (
         Stage(1800, 8, right=0.5, shorter=((300, 4), (600, 6))),
         Stage(500, 8, right=0.25, unit="line", learning_rate=1.5e-3, schedule="cosine"),

@@ -1,16 +1,16 @@
 """Checkpoints that survive `kill -9`, a full disk and a flipped bit.
 
     <directory>/step-000010/            one checkpoint, see `checkpoint_files`
-                protected.json          steps that retention must leave alone
+                protected.json          steps that retention never deletes
                 damaged-step-000010/    set aside, never deleted
-                .tmp-...                unfinished work; goes away when its process is dead
+                .tmp-...                unfinished work; removed when its process is dead
 
-A checkpoint is written under another name, forced to the disk, and renamed when it is whole: under its own name there is all
-of it or nothing. Every file is checked against a manifest before a checkpoint is used, and before an older one is deleted in
+A checkpoint is written under a temporary name, synced to disk, and renamed when it is complete, so a `step-...` folder is never
+partial. Every file is checked against a manifest before a checkpoint is used, and before an older one is deleted in
 its favour.
 
-Needs a POSIX system. Several stores, in one process or many, may share a directory: what changes it happens under a lock that
-the system frees when its owner dies. Where the file system has no locks (some network ones), let only one process write.
+Needs a POSIX system. Several stores, in one process or many, may share a directory: all changes are made under a lock that
+the system frees when its owner dies. On file systems without locks (some network ones), let only one process write.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust r
 class CheckpointStore:
     """The checkpoints of one run.
 
-    `keep` newest ones stay, and those under `protect`. `notify` hears what a user must know: damage and what was done
+    The `keep` newest ones stay, and protected ones. `notify` is called with what a user must know: damage and what was done
     about it.
     """
 
@@ -75,12 +75,12 @@ class CheckpointStore:
         state: Mapping[str, JSON],
         card: str | None = None,
     ) -> Path:
-        """Write the checkpoint of `step` and return its folder; when this returns, it is on the disk.
+        """Write the checkpoint of `step`, synced to disk, and return its folder.
 
-        `card` becomes the README.md beside the weights.
+        `card` becomes the README.md next to the weights.
 
-        A valid checkpoint of the same step is replaced. Older ones beyond `keep` are deleted once the new one stands;
-        those of later steps are left alone. On any error the checkpoints that were there stay as they were.
+        A valid checkpoint of the same step is replaced. Older ones beyond `keep` are deleted once the new one is in place;
+        those of later steps are kept. On any error the existing checkpoints are unchanged.
         """
         _name(step)  # before anything else is done
         plain_state = _plain("state", state)
@@ -93,7 +93,7 @@ class CheckpointStore:
         return self._write(step, write, needed=tensor_bytes(model, optimizer))
 
     def adopt(self, step: int, model: Path, state: Mapping[str, JSON]) -> Path:
-        """Take a `from_pretrained` folder of another engine as the checkpoint of `step`, as safely as `save` writes one."""
+        """Make a `from_pretrained` folder of another engine the checkpoint of `step`, as safely as `save` writes one."""
         plain_state = _plain("state", state)
         needed = sum(path.stat().st_size for path in model.rglob("*") if path.is_file())
         return self._write(step, lambda draft: write_weights(draft, step, model, plain_state), needed=needed)
@@ -108,7 +108,7 @@ class CheckpointStore:
                     self._sweep()
                     draft = self._temporary("", name)
                     draft.mkdir()
-                    stack.enter_context(locked(draft))  # held until the end: says "alive" where a process id cannot
+                    stack.enter_context(locked(draft))  # held until the end: shows that the owner lives
                 write(draft)
                 with locked(self.directory):
                     self._put_in_place(draft, name)
@@ -123,37 +123,39 @@ class CheckpointStore:
         return self.directory / name
 
     def protect(self, checkpoint: int | str) -> None:
-        """Keep this checkpoint (step or folder name) from retention, for instance because it is the best one yet."""
+        """Exempt this checkpoint (step or folder name) from retention, for instance because it is the best so far."""
         step = _step(checkpoint)
         if step not in self.steps():
             raise CheckpointError(f"cannot protect step {step}: {self.directory} has checkpoints of steps {self.steps()}")
         self._change_protected(lambda steps: steps | {step})
 
     def unprotect(self, checkpoint: int | str) -> None:
-        """Leave this checkpoint to retention again; it goes at a later save, when it is no longer among the newest."""
+        """Subject this checkpoint to retention again; a later save deletes it when it is no longer among the newest."""
         self._change_protected(lambda steps: steps - {_step(checkpoint)})
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints there are, ascending, unchecked."""
+        """Steps of the existing checkpoints, ascending, unchecked."""
         if not self.directory.is_dir():
             return []
         found = (_STEP.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted(int(match[1]) for match in found if match and _name(int(match[1])) == match[0])
 
     def protected(self) -> frozenset[int]:
-        """Steps that retention leaves alone."""
+        """Steps that retention never deletes."""
         path = self.directory / _PROTECTED
         try:
             return frozenset(int(step) for step in read_json(path)["steps"])
         except FileNotFoundError:
             return frozenset()
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}): repair it, or delete it and protect anew") from error
+            raise CheckpointError(
+                f"{path} cannot be read ({error}): repair or delete it and protect the steps again"
+            ) from error
 
     def latest(self) -> Checkpoint | None:
-        """The newest valid checkpoint; None if there is none. Damaged ones on the way are moved aside, with a message."""
+        """The newest valid checkpoint; None if there is none. Newer damaged ones are set aside, with a message."""
         if not self.directory.is_dir():
             return None
         with locked(self.directory):
@@ -185,10 +187,10 @@ class CheckpointStore:
         return first_free(self.directory / f".tmp-{kind}{name}-{os.getpid()}")
 
     def _sweep(self) -> None:
-        """Remove what dead processes left unfinished; a checkpoint that was being replaced comes back.
+        """Remove unfinished work of dead processes; restore a checkpoint that was being replaced.
 
-        Only drafts are ever at work without the lock that we hold, so only theirs is the question whether the owner lives:
-        its process id may belong to another process by now, and then a replaced checkpoint would stay hidden.
+        Only drafts are written without the lock that we hold, so only for them does it matter whether the owner lives. For the
+        others the process id is not checked: it may have been reused, and a replaced checkpoint would stay hidden.
         """
         for path in sorted(self.directory.glob(".tmp-*")):
             match = _TEMPORARY.fullmatch(path.name)
@@ -211,7 +213,7 @@ class CheckpointStore:
                 remove(path)
 
     def _put_in_place(self, draft: Path, name: str) -> None:
-        """Rename the finished draft. A folder cannot be renamed onto a full one, so what stands there goes first."""
+        """Rename the finished draft. A folder cannot replace a non-empty one, so an existing one is moved away first."""
         target = self.directory / name
         old: Path | None = None
         if os.path.lexists(target):
@@ -232,9 +234,9 @@ class CheckpointStore:
             self._delete(old)
 
     def _retain(self, newest: int) -> None:
-        """Delete checkpoints older than `newest` beyond `keep`, counting only those whose files are whole.
+        """Delete checkpoints older than `newest` beyond `keep`, counting only intact ones.
 
-        The new one stands already, so trouble here is reported and does not fail the save.
+        The new one is in place, so errors here are reported and do not fail the save.
         """
         older = [step for step in reversed(self.steps()) if step < newest]
         if len(older) < self.keep:
@@ -255,7 +257,7 @@ class CheckpointStore:
             self._notify(f"old checkpoints in {self.directory} were not all deleted: {error}")
 
     def _delete(self, path: Path) -> None:
-        """Rename first, so that a half-deleted checkpoint is never taken for one."""
+        """Rename first, so that a half-deleted checkpoint is never read."""
         match = _TEMPORARY.fullmatch(path.name)
         trash = self._temporary("deleted-", match["name"] if match else path.name)
         try:
@@ -272,7 +274,7 @@ class CheckpointStore:
         except OSError as error:
             if must:
                 raise
-            self._notify(f"checkpoint {path} is damaged: {problem}. It is passed over; moving it aside failed: {error}")
+            self._notify(f"checkpoint {path} is damaged: {problem}. It is skipped; moving it aside failed: {error}")
         else:
             self._notify(f"checkpoint {path} is damaged: {problem}. It was moved to {aside.name} and is not used")
 
@@ -285,7 +287,7 @@ class CheckpointStore:
             try:
                 write_atomic(path, json.dumps({"steps": steps}))
             except OSError as error:
-                raise CheckpointError(f"cannot write {path}: {error}. The steps protected before still are") from error
+                raise CheckpointError(f"cannot write {path}: {error}. The steps protected so far stay protected") from error
 
 
 # --- names, checks and messages -------------------------------------------------------------------------------------
@@ -302,17 +304,17 @@ def _step(checkpoint: int | str) -> int:
         return checkpoint
     match = _STEP.fullmatch(checkpoint)
     if match is None:
-        raise ValueError(f"{checkpoint!r} is no checkpoint: give a step, or a folder name such as 'step-000010'")
+        raise ValueError(f"{checkpoint!r} is not a checkpoint: give a step, or a folder name such as 'step-000010'")
     return int(match[1])
 
 
 def _at_work_elsewhere(pid: int) -> bool:
-    """Whether it is another process, and alive. This one's own unfinished work is told by its lock instead."""
+    """Whether it is another living process. This process's own unfinished work is recognised by its lock."""
     return pid != os.getpid() and alive(pid)
 
 
 def _plain(name: str, value: object) -> Any:
-    """`value` in the types that `json` writes; refuses what JSON would change or cannot hold."""
+    """`value` in plain JSON types; refuses what JSON would change or cannot hold."""
     if isinstance(value, Mapping):
         if strange := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"{name} has the key {strange[0]!r}: JSON would make it a string, so make it one")
@@ -325,7 +327,7 @@ def _plain(name: str, value: object) -> Any:
 
 
 def _system_error(error: BaseException) -> OSError | None:
-    """The system's error, also out of exceptions of libraries that only quote its number; None if there is none."""
+    """The underlying OSError, also from library exceptions that only quote its number; None if there is none."""
     if isinstance(error, OSError):
         return error
     match = None if isinstance(error, CheckpointError) else _OS_ERROR.search(str(error))
@@ -337,7 +339,7 @@ def _failure(step: int, directory: Path, cause: OSError, needed: int) -> str:
         free = f"{shutil.disk_usage(directory).free:,} are free"
     except OSError as error:
         free = f"how many are free is unknown ({error.strerror})"
-    way_out = {
+    remedy = {
         errno.ENOSPC: "free some space there or put the run on another disk",
         errno.EDQUOT: "free some of your quota or put the run on another disk",
         errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
@@ -347,5 +349,5 @@ def _failure(step: int, directory: Path, cause: OSError, needed: int) -> str:
     }.get(cause.errno or 0, "check the disk, or put the run on another one")
     return (
         f"cannot save the checkpoint of step {step} in {directory}: {cause.strerror or cause}. "
-        f"It needs about {needed:,} bytes, {free}. Earlier checkpoints are as they were: {way_out}, then resume"
+        f"It needs about {needed:,} bytes, {free}. Earlier checkpoints are unchanged: {remedy}, then resume"
     )

@@ -5,9 +5,9 @@
     rng.safetensors           rng.json   state.json
     manifest.json             size and SHA-256 of every file above
 
-What another engine saved (`cluster/verl`) is adopted as weights alone: `model/`, state.json and a manifest that says so.
+Checkpoints of another engine (`cluster/verl`) are adopted as weights alone: `model/`, state.json and a manifest that says so.
 
-safetensors loads a flipped bit without a word, so a checkpoint is used only if every file is as the manifest says.
+safetensors does not detect a flipped bit, so a checkpoint is used only if every file matches the manifest.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ FORMAT_VERSION = 1
 """Raise it when the files of a checkpoint change their meaning."""
 MANIFEST = "manifest.json"
 CONFIGS = ("model/config.json", "model/adapter_config.json")
-"""Of a whole model or of an adapter: one of them is there."""
+"""Of a whole model or of an adapter: one of them must exist."""
 REQUIRED = ("optimizer.safetensors", "optimizer.json", "rng.safetensors", "rng.json", "state.json")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint whose files were all there and unchanged when it was opened."""
+    """One checkpoint whose files were complete and unchanged when it was opened."""
 
     path: Path
     step: int
     state: Mapping[str, Any]
-    """What the caller gave to `save`, as JSON returns it: tuples have become lists."""
+    """The `state` given to `save`, as JSON returns it: tuples have become lists."""
 
     @property
     def model_path(self) -> Path:
@@ -68,7 +68,7 @@ class Checkpoint:
         load_optimizer(self.path, optimizer)
 
     def restore_rng(self) -> None:
-        """Set the global random generators of torch, Python and numpy to where they stood at the save."""
+        """Set the global random generators of torch, Python and numpy to their saved states."""
         restore_rng(self.path)
 
 
@@ -82,7 +82,7 @@ def write_checkpoint(
     state: Mapping[str, Any],
     card: str | None = None,
 ) -> None:
-    """All files, forced to the disk, the manifest last."""
+    """Write all files, synced to disk, the manifest last."""
     write_rng(folder)  # first: nothing after it may draw a random number that the resumed run would not
     write_model(folder / "model", model, tokenizer, card)
     write_optimizer(folder, optimizer)
@@ -90,7 +90,7 @@ def write_checkpoint(
 
 
 def write_weights(folder: Path, step: int, model: Path, state: Mapping[str, Any]) -> None:
-    """A checkpoint of weights alone: the files of a `from_pretrained` folder, linked where the file system can."""
+    """A checkpoint of weights alone: the files of a `from_pretrained` folder, hard-linked if possible."""
     for path in sorted(path for path in model.rglob("*") if path.is_file()):
         target = folder / "model" / path.relative_to(model)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def write_weights(folder: Path, step: int, model: Path, state: Mapping[str, Any]
 
 
 def _seal(folder: Path, step: int, state: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
-    """The state and the manifest, everything forced to the disk."""
+    """Write the state and the manifest, and sync everything to disk."""
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -118,14 +118,14 @@ def _seal(folder: Path, step: int, state: Mapping[str, Any], about: Mapping[str,
 
 
 def read_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """One that has no `damage`."""
+    """Read a checkpoint that has no `damage`."""
     return Checkpoint(folder, step, read_json(folder / "state.json"))
 
 
 def damage(folder: Path, step: int) -> str | None:
-    """What is wrong with a checkpoint, in a few words; None if every file is as it was written.
+    """What is wrong with a checkpoint; None if every file is as it was written.
 
-    What may be sound but cannot be judged here, for lack of access or a newer format, is an error.
+    A checkpoint that cannot be judged, for lack of access or because of a newer format, is an error.
     """
     try:
         manifest = read_json(folder / MANIFEST)
@@ -141,7 +141,7 @@ def damage(folder: Path, step: int) -> str | None:
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {folder} has format {version}, this version of iwopd reads up to {FORMAT_VERSION}: update iwopd, "
-            "or move the checkpoint elsewhere to go on from an older one"
+            "or move the checkpoint elsewhere to continue from an older one"
         )
     if version != FORMAT_VERSION or written_step != step:
         return f"{MANIFEST} is of format {version!r} and step {written_step!r}, not of format {FORMAT_VERSION} and step {step}"
@@ -169,5 +169,5 @@ def damage(folder: Path, step: int) -> str | None:
 
 def _unreadable(folder: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"no permission to read checkpoint {folder} ({error}): it may be sound, so give yourself access to it"
+        f"no permission to read checkpoint {folder} ({error}): it may be intact, so give yourself access to it"
     )

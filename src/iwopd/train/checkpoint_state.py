@@ -1,6 +1,6 @@
-"""What training goes on from, to files and back bit for bit: weights, optimizer, random generators.
+"""The state of training, written to files and read back bit for bit: weights, optimizer, random generators.
 
-Tensors go to safetensors, all else to JSON. There is no pickle, so reading runs no code.
+Tensors go to safetensors, everything else to JSON. There is no pickle, so reading runs no code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 BASE = "base.json"
-"""Beside an adapter: which frozen weights it belongs to."""
+"""Next to an adapter: which frozen weights it belongs to."""
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -37,7 +37,7 @@ class CheckpointError(UserError, RuntimeError):
 
 
 def tensor_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes that the tensors of model and optimizer take, tied ones once: about what a checkpoint needs."""
+    """Bytes of the tensors of model and optimizer, tied ones once: about the size of a checkpoint."""
     weights = {_memory(tensor): tensor.nbytes for tensor in _saved_tensors(model).values()}
     state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
     return sum([*weights.values(), *(tensor.nbytes for tensor in state)])
@@ -49,12 +49,12 @@ def tensor_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 def write_model(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, card: str | None = None
 ) -> None:
-    """For `from_pretrained` and for `load_weights`; what could not be loaded again fails now, not then.
+    """Write a folder for `from_pretrained` and `load_weights`; fails now if it could not be loaded again.
 
-    Of a model with an adapter the adapter alone is written, and which frozen weights it belongs to. `card` is its README.
+    Of a model with an adapter only the adapter is written, and which frozen weights it belongs to. `card` is its README.
     """
     with _no_progress_bars():
-        # The model's own tensor names, not those of an older file layout: so they go back in without conversion.
+        # The model's own tensor names, not those of an older file layout, so that loading needs no conversion.
         model.save_pretrained(folder, save_original_format=False)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -87,11 +87,11 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def _targets(model: nn.Module, names: Iterable[str], *, where: str) -> dict[str, Tensor]:
-    """The model's tensor for each saved name. Every tensor of the model must be met exactly once, tied ones as one."""
+    """The model's tensor for each saved name. Every tensor of the model must occur exactly once, tied ones as one."""
     live = _saved_tensors(model)
     names = sorted(names)
     if unknown := [name for name in names if name not in live]:
-        raise CheckpointError(f"{where} has {len(unknown)} tensors that the model has not, first of all {unknown[0]}")
+        raise CheckpointError(f"{where} has {len(unknown)} tensors that the model does not have, the first is {unknown[0]}")
     met: dict[object, str] = {}
     for name in names:
         other = met.setdefault(_memory(live[name]), name)
@@ -99,19 +99,19 @@ def _targets(model: nn.Module, names: Iterable[str], *, where: str) -> dict[str,
             raise CheckpointError(f"{where} has both {other} and {name}, which the model ties: build it with untied weights")
     if missing := [name for name in live if _memory(live[name]) not in met]:
         raise CheckpointError(
-            f"{where} lacks {len(missing)} tensors of the model, first of all {missing[0]}: the checkpoint is of another "
+            f"{where} lacks {len(missing)} tensors of the model, the first is {missing[0]}: the checkpoint is of another "
             "model, of one that ties these weights, or of another adapter"
         )
     return {name: live[name] for name in names}
 
 
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model, by the names in its files: everything, or its adapter."""
+    """The tensors that a checkpoint holds, by their names in its files: the whole model, or its adapter."""
     return adapter_tensors(model) if has_adapter(model) else model.state_dict(keep_vars=True)
 
 
 def _check_base(folder: Path, model: nn.Module) -> None:
-    """An adapter goes back onto the frozen weights that it was trained on, or nowhere."""
+    """An adapter is loaded only onto the frozen weights that it was trained on."""
     if (folder / BASE).exists() != has_adapter(model):
         holds, wants = ("an adapter", "a whole model") if (folder / BASE).exists() else ("a whole model", "an adapter")
         raise CheckpointError(f"{folder} holds {holds}, but {wants} is trained: set lora.rank as it was, or start a new run")
@@ -123,7 +123,7 @@ def _check_base(folder: Path, model: nn.Module) -> None:
 
 
 def _memory(tensor: Tensor) -> object:
-    """The same for tied tensors, different for others."""
+    """A key that is equal for tied tensors and different for others."""
     if tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
@@ -131,7 +131,7 @@ def _memory(tensor: Tensor) -> object:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Without the bar that transformers draws for every save: the console is the caller's."""
+    """Without transformers' progress bar for every save."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()
@@ -147,7 +147,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def write_optimizer(folder: Path, optimizer: Optimizer) -> None:
-    """Parameters are known by their place, 0, 1, ...; the step counters are tensors like the rest."""
+    """Write the optimizer's state; parameters are numbered 0, 1, ..."""
     tensors: dict[str, Tensor] = {}
     full = optimizer.state_dict()
     values = {
@@ -167,7 +167,7 @@ def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
     tensors = {name: tensor.clone() for name, tensor in mapped.items()}  # not backed by the file, which may be deleted
     state = {int(index): _from_json(values, tensors) for index, values in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": _from_json(saved["param_groups"], tensors)})
-    # torch casts floating-point state to the dtype of its parameter, which loses bits where the state was wider.
+    # torch casts floating-point state to the dtype of its parameter, which loses bits if the state was wider.
     for index, parameter in enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]):
         for key, value in state.get(index, {}).items():
             loaded = optimizer.state[parameter][key]
@@ -176,7 +176,7 @@ def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
 
 
 def _describe(optimizer: Optimizer) -> dict[str, Any]:
-    """What must agree between the optimizer that was saved and the one that is loaded into."""
+    """What must agree between the saved optimizer and the one it is loaded into."""
     inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     return {
         "class": type(inner).__name__,
@@ -207,7 +207,7 @@ def _check_fit(saved: Mapping[str, Any], live: Mapping[str, Any], where: Path) -
 
 
 def _to_json(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """`value` for JSON: tensors go to `tensors` and leave their name, tuples remain tuples."""
+    """`value` for JSON: tensors move to `tensors` and are replaced by their names; tuples stay tuples."""
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"tensor": name}
@@ -236,7 +236,7 @@ def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, none sharing memory with another: what safetensors demands."""
+    """The tensors on the CPU, contiguous, without shared memory, as safetensors requires."""
     result: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -253,13 +253,13 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_rng(folder: Path) -> None:
-    """The global generators of torch, Python and numpy."""
+    """Write the states of the global generators of torch, Python and numpy."""
     devices = _cuda_devices()
     tensors = {"torch": torch.get_rng_state()}
     for device in range(devices):
         tensors[f"cuda.{device}"] = torch.cuda.get_rng_state(device)
     numpy_state: Any = None
-    if "numpy" in sys.modules:  # not imported: nobody can have drawn from it
+    if "numpy" in sys.modules:  # if it is not imported, nothing has been drawn from it
         import numpy as np
 
         numpy_state = np.random.get_state(legacy=False)
@@ -270,7 +270,7 @@ def write_rng(folder: Path) -> None:
 
 
 def restore_rng(folder: Path) -> None:
-    """Set the generators to where they stood at `write_rng`."""
+    """Set the generators to the states that `write_rng` saved."""
     values = read_json(folder / "rng.json")
     tensors = load_file(folder / "rng.safetensors")
     torch.set_rng_state(tensors["torch"])
@@ -283,7 +283,7 @@ def restore_rng(folder: Path) -> None:
     saved, here = values["cuda_devices"], _cuda_devices()
     if saved != here:
         log.warning(
-            "%s holds the random state of %d CUDA devices, here are %d: the run goes on, but not with the same numbers",
+            "%s holds the random state of %d CUDA devices, this machine has %d: the run continues with other random numbers",
             folder,
             saved,
             here,

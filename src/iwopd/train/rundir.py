@@ -59,7 +59,7 @@ FREE_TO_CHANGE = (
 
 
 class RunError(UserError, RuntimeError):
-    """A run directory that cannot be used as asked, with the way out."""
+    """A run directory that cannot be used as asked, with the remedy."""
 
 
 class RunDirectory:

@@ -1,12 +1,12 @@
-"""verl's checkpoints: which are whole, and as plain Hugging Face folders among the run's own.
+"""verl's checkpoints: which are complete, and how they become plain Hugging Face folders in the run directory.
 
-    <checkpoints>/global_step_10/actor/model_world_size_8_rank_0.pt ...   what verl goes on from
+    <checkpoints>/global_step_10/actor/model_world_size_8_rank_0.pt ...   what verl resumes from
                   global_step_10/actor/huggingface/                       weights, config and tokenizer (cluster.save_hf)
-                  global_step_10/data.pt                                  where the prompts stand
+                  global_step_10/data.pt                                  position in the prompts
                   latest_checkpointed_iteration.txt                       written last
 
-A step's folder counts if verl has noted it as its latest or an earlier one, and every rank's files are there: a job that was
-killed, or a disk that was full, leaves others.
+A step's folder counts if verl has recorded it or a later one as its latest, and every rank's files exist: a killed job or a
+full disk leaves incomplete ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def whole_checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints that verl can go on from, by step."""
+    """Checkpoints that verl can resume from, by step."""
     if not folder.is_dir():
         return {}
     found = {int(match[1]): path for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))}
@@ -46,13 +46,13 @@ def whole_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
-    """The newest whole checkpoint."""
+    """The newest complete checkpoint."""
     found = whole_checkpoints(folder)
     return max(found.items()) if found else None
 
 
 def full_disk(folder: Path) -> str:
-    """Words for a job that failed, if there is no room for another checkpoint: not every writer says why it cannot write."""
+    """A note for a failed job if there is no room for another checkpoint: not every write error says so."""
     found = newest(folder)
     if found is None:
         return ""
@@ -64,7 +64,7 @@ def full_disk(folder: Path) -> str:
 
 
 def check_ranks(checkpoint: Path, ranks: int) -> None:
-    """A checkpoint of shards goes back onto as many ranks as it was saved by."""
+    """A sharded checkpoint must be loaded by as many ranks as saved it."""
     saved = _ranks(checkpoint)
     if saved is not None and saved != ranks:
         raise VerlError(
@@ -74,7 +74,7 @@ def check_ranks(checkpoint: Path, ranks: int) -> None:
 
 
 def adopt(config: Config, run: RunDirectory, checkpoints: Path) -> list[int]:
-    """Turn whole checkpoints that the run does not have yet into plain folders; returns their steps."""
+    """Convert complete checkpoints that the run does not have yet into plain folders; returns their steps."""
     store = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
     have = store.steps()
     missing = [(step, path) for step, path in whole_checkpoints(checkpoints).items() if step > max(have, default=0)]
@@ -92,7 +92,7 @@ def adopt(config: Config, run: RunDirectory, checkpoints: Path) -> list[int]:
 
 
 def _noted(folder: Path) -> float:
-    """The step that verl noted last; without limit if its note was lost to a full disk, when all else had been written."""
+    """The step that verl recorded last; infinite if a full disk emptied the record, which is written after all else."""
     try:
         text = (folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -124,7 +124,7 @@ def _plain_folder(config: Config, actor: Path, target: Path) -> Path:
 
     try:
         tokenizer = load_tokenizer(model_path(config, "student"), trust_remote_code=config.models.trust_remote_code)
-    except UserError:  # not to be had any more: verl's will do
+    except UserError:  # no longer available: keep verl's
         return target
     for name in TOKENIZER_FILES:
         (target / name).unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def _plain_folder(config: Config, actor: Path, target: Path) -> Path:
 
 
 def _name_dtype(folder: Path) -> None:
-    """The precision of the weights, which verl's config.json gets wrong: loaded as it says they would be rounded."""
+    """Write the weights' precision into config.json. verl's is wrong, and loading with it would round the weights."""
     path = folder / "config.json"
     with safe_open(min(folder.glob("*.safetensors")), framework="pt") as file:
         dtype = DTYPES.get(file.get_slice(next(iter(file.keys()))).get_dtype())
@@ -142,7 +142,7 @@ def _name_dtype(folder: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Weights are linked, where the file system can: verl never changes a file that it has written."""
+    """Hard-link weights if possible: verl never changes a file that it has written."""
     if source.endswith(".safetensors"):
         try:
             Path(target).hardlink_to(source)
@@ -153,7 +153,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _merge(actor: Path, target: Path) -> None:
-    """By verl's own merger, in a process of its own: shards are pickles, which are not opened here. It writes bfloat16."""
+    """Run verl's own merger in a separate process: shards are pickles, which we do not open. It writes bfloat16."""
     command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
     command += ["--local_dir", str(actor), "--target_dir", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)

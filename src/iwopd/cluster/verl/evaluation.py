@@ -1,7 +1,7 @@
-"""Evaluation while verl trains: verl writes the answers (its validation), our own checkers judge them.
+"""Evaluation while verl trains: verl samples the answers (its validation), our own checkers judge them.
 
-The problems of all tasks stand in one file (`verl/val.parquet`), each with its task and id where verl expects a ground truth.
-verl leaves the answers of a step in `verl/validation-NNN/<step>.jsonl`; the launcher checks them beside the running job.
+The problems of all tasks are in one file (`verl/val.parquet`), each with its task and id where verl expects a ground truth.
+verl writes the answers of a step to `verl/validation-NNN/<step>.jsonl`; the launcher checks them while the job runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from iwopd.types import EvalResult, Prompt
 
 
 def evaluated_tasks(config: Config, tokenizer: Any) -> list[Task]:
-    """The tasks of the recipe; their problems must fit verl's one limit for prompts."""
+    """The tasks of the recipe; their problems must fit verl's single prompt limit."""
     recipe = world_recipe(config)
     world = None if recipe is None else tiny.World(recipe, Path("teacher"), Path("student"))
     tasks = load_tasks(config, world, tokenizer, response_tokens(config))
@@ -46,7 +46,7 @@ def label(task: Task, prompt: Prompt) -> str:
 
 
 class Validations:
-    """The answers of a launch, judged in a thread of their own as they come: checking takes minutes for thousands."""
+    """The answers of a launch, judged in a separate thread as they arrive: checking thousands takes minutes."""
 
     def __init__(self, tasks: Sequence[Task], folder: Path) -> None:
         self.tasks, self.folder = tasks, folder
@@ -56,7 +56,7 @@ class Validations:
         self._waiting: list[Future[list[Evaluation]]] = []
 
     def look(self, step: int) -> None:
-        """Take up the answers of all steps up to this one that are complete."""
+        """Start judging the complete answers of all steps up to this one."""
         for path in self.folder.glob("*.jsonl") if self.tasks and self.folder.is_dir() else ():
             number = int(path.stem)
             if number <= step and number not in self._seen:
@@ -67,7 +67,7 @@ class Validations:
                     self._waiting.append(self._pool.submit(judge, self.tasks, rows, number))
 
     def finished(self, *, wait: bool = False) -> Iterator[Evaluation]:
-        """Evaluations that are done, in their order."""
+        """Finished evaluations, in order."""
         while self._waiting and (wait or self._waiting[0].done()):
             yield from self._waiting.pop(0).result()
 

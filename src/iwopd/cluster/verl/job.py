@@ -1,4 +1,4 @@
-"""verl's main program as a process: its command, its output, how it is ended and why it failed."""
+"""verl's main program as a process: its command, its output, how to end it and why it failed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from iwopd.config import Config
 
 PROGRAM = "iwopd.cluster.verl.main"
 TESTING = "IWOPD_VERL_CPU"
-"""Set to 1, it lets verl run on CPUs, for tests (`testing.py`)."""
+"""Set to 1, verl runs on CPUs, for tests (`testing/`)."""
 LOCAL = "local"
-"""The address of a Ray that is started for the run."""
+"""Address that starts a Ray for this run."""
 CONNECT = 60.0
-"""Seconds that a Ray cluster has to answer."""
+"""Seconds for a Ray cluster to answer."""
 GRACE = 60.0
 """Seconds that Ray gets to end its workers before the process is killed."""
 _ERROR = re.compile(r"^(?:\([^)]*\) )?(?:[\w.]+\.)?\w*(?:Error|Exception|Killed|OutOfMemory)\w*\b.*")
@@ -37,7 +37,7 @@ print(json.dumps([node["Resources"].get("GPU", 0) for node in ray.nodes() if nod
 
 
 def command(config: Config, where: Places, address: str, resume: Path | None = None) -> tuple[list[str], dict[str, str]]:
-    """Arguments of Python, and the environment variables that go with them."""
+    """Arguments for Python, and environment variables."""
     variables = environment(where)
     overrides = [
         f"hydra.run.dir={literal(str(where.folder / 'hydra'))}",
@@ -57,24 +57,24 @@ def command(config: Config, where: Places, address: str, resume: Path | None = N
 
 
 def shown(arguments: Sequence[str], variables: Mapping[str, str], python: str = "python") -> str:
-    """The command as one would type it."""
+    """The command as shell text."""
     lines = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return " \\\n  ".join([*lines, f"{python} {' '.join(arguments[:2])}", *(shlex.quote(word) for word in arguments[2:])])
 
 
 def ray_address(given: str | None) -> str:
-    """Where Ray is: as given, as RAY_ADDRESS says, or `local`: started for this run."""
+    """Ray's address: as given, from RAY_ADDRESS, or `local` (started for this run)."""
     address = given or os.environ.get("RAY_ADDRESS") or LOCAL
     if address.startswith(("http://", "https://")):
         raise VerlError(
-            f"the Ray address {address} takes jobs, and the launcher wants to be one: "
+            f"the Ray address {address} accepts jobs, and the launcher must run as one: "
             f"ray job submit --address {address} -- iwopd train RECIPE --engine verl ..."
         )
     return address
 
 
 def check_size(config: Config, address: str) -> None:
-    """Refuse a cluster that is smaller than asked for, before verl has spent minutes on finding out."""
+    """Refuse a cluster that is smaller than requested, before verl spends minutes on it."""
     wanted, each = config.cluster.nodes, config.cluster.gpus_per_node
     asked = f"cluster.nodes x cluster.gpus_per_node asks for {wanted} x {each} GPUs"
     if address == LOCAL:
@@ -112,7 +112,7 @@ def _ask(address: str) -> list[float]:
 
 
 class Job:
-    """The running program. It has a session of its own, so that a Ctrl-C at the terminal reaches the launcher alone."""
+    """The running program. It has its own session, so that Ctrl-C at the terminal reaches only the launcher."""
 
     def __init__(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
         self.log = log
@@ -132,17 +132,17 @@ class Job:
         return self.process.poll()
 
     def end(self) -> None:
-        """Ask the driver to leave, with which Ray ends the job's workers; then insist."""
+        """Terminate the driver, which makes Ray end the job's workers; then kill what is left."""
         if self.process.poll() is None:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE)
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # whoever is left of its group
+            os.killpg(self.process.pid, signal.SIGKILL)  # what is left of its process group
         self.process.wait()
 
     def last_words(self) -> str:
-        """Why it failed: its own line for the user, else the last error that it printed."""
+        """Why it failed: its message for the user, else the last error that it printed."""
         lines = [line.rstrip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
         own = [line.removeprefix("iwopd: ") for line in lines if line.startswith("iwopd: ")]
         if own:
@@ -152,7 +152,7 @@ class Job:
 
 
 def _who(following: Sequence[str]) -> str:
-    """Which actor an error of Ray's is about: it says so in the lines that follow, each a name and a value."""
+    """The actor that a Ray error is about, from the `name: value` lines that follow it."""
     own = itertools.takewhile(lambda line: line.startswith("\t"), following)
     details = {name: value for name, _, value in (line.strip().partition(": ") for line in own)}
     names = [details[key] for key in ("class_name", "name") if key in details]

@@ -1,4 +1,4 @@
-"""`iwopd train --engine verl`: a run directory like any other, filled by a job of verl's."""
+"""`iwopd train --engine verl`: start a verl job and fill a normal run directory from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from iwopd.train.rundir import RunDirectory, RunError
 from iwopd.train.tracking import Tracker
 
 POLL = 0.5
-"""Seconds between two looks at the job."""
+"""Seconds between two checks of the job."""
 
 
 def dry_run(config: Config, folder: Path, *, resume: bool = False, address: str | None = None) -> str:
@@ -91,7 +91,7 @@ def run_on_verl(
 def _prepare(
     config: Config, run: RunDirectory, data: str, where: Places, *, resume: bool, allow_changes: bool
 ) -> tuple[int, Path] | None:
-    """Make the run directory or take it up again; the checkpoint to go on from."""
+    """Create or reopen the run directory; returns the checkpoint to resume from."""
     if not resume:
         run.create(config, data, engine="verl")
         return None
@@ -114,12 +114,12 @@ def _follow(
     received: list[int],
     done: int,
 ) -> int:
-    """Pass on what the job does until it ends, of itself or because it must."""
+    """Follow the job until it ends or must be ended; record its metrics, evaluations and checkpoints."""
     metrics, last = MetricsFile(where.metrics), time.monotonic()
     step, saved = done, done
     try:
         while True:
-            code = job.exit_code  # before reading: what it wrote last is then there
+            code = job.exit_code  # before reading, so that its last lines are read
             for step, numbers in metrics.new():
                 tracker.step(step_stats(config, step, numbers))
                 last = time.monotonic()
@@ -154,7 +154,7 @@ def _follow(
 
 
 def _code(code: int | None) -> int:
-    """2 for what the user can set right, as everywhere; else 1."""
+    """2 for errors that the user can correct, else 1."""
     return 2 if code == 2 else 1
 
 
@@ -176,7 +176,7 @@ def _launches(folder: Path) -> int:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals that ask for the end."""
+    """Collects SIGTERM and SIGINT."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

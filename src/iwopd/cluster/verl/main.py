@@ -1,6 +1,6 @@
 """The program that trains on verl: `python -m iwopd.cluster.verl.main [Hydra overrides]`.
 
-verl's own `verl.trainer.main_ppo` with three additions: settings under which the method would be another one are refused
+verl's own `verl.trainer.main_ppo` with three additions: settings that would change the method are refused
 before Ray starts, the registration is verified, and the trainer is ours (`trainer.py`). `iwopd train --engine verl` writes the
 overrides.
 """
@@ -48,7 +48,7 @@ def train(config: DictConfig) -> None:
 
 
 def _first_cause(error: Any) -> UserError:
-    """The error as it was raised, out of the wrappers that Ray puts around what happens in an actor."""
+    """The original error inside Ray's wrappers."""
     while isinstance(cause := getattr(error, "cause", None), UserError):
         error = cause
     return error  # type: ignore[no-any-return]

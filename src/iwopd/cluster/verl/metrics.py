@@ -1,8 +1,8 @@
-"""verl's metrics under our names, so that report and compare read a run of verl like any other.
+"""verl's metrics under our names, so that report and compare can read a verl run.
 
-verl's `file` logger writes a line a step into `verl/metrics-NNN.jsonl` of the run directory. What the method measures is under
-our names there already (`iwopd/weights/mean`, see `hook.py`); the rest is verl's own. A number that verl does not have is left
-out, or is NaN where a line of progress wants it.
+verl's `file` logger writes one line per step to `verl/metrics-NNN.jsonl` of the run directory. Our own metrics have
+our names there (`iwopd/weights/mean`, see `hook.py`); the rest are verl's. A number that verl does not measure is left
+out, or NaN if the progress line needs it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from iwopd.config import Config
 from iwopd.types import StepStats
 
 OURS = "iwopd/"
-"""Begins the names of what our trainer measures."""
+"""Prefix of our trainer's metrics."""
 LOSS, GRAD_NORM = "actor/distillation/loss", "actor/grad_norm"
 SAME = {
     "rollout/length_mean": "response_length/mean",
@@ -40,19 +40,19 @@ STAGES = {
     "sync": ("update_weights",),
     "save": ("save_checkpoint",),
 }
-"""Our stages and verl's timers. The teacher scores while answers are written, so its time is in `rollout`."""
+"""Our stages and verl's timers. The teacher scores while answers are sampled, so its time is in `rollout`."""
 SHOWN = ("kl/sampled", "gap/abs_mean", "weights/mean", "weights/min", "weights/max", "rollout/length_mean")
-"""What a line of progress wants."""
+"""Metrics of the progress line."""
 
 
 class MetricsFile:
-    """What verl's file logger writes, read as it grows."""
+    """The file of verl's file logger, read as it grows."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._position = path, 0
 
     def new(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Steps that were written since the last call; a line that is not finished yet is left for the next one."""
+        """Steps written since the last call; an incomplete line is left for the next call."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -62,7 +62,7 @@ class MetricsFile:
                     return
                 self._position += len(line)
                 record = json.loads(line)
-                if any(name.startswith("actor/") for name in record["data"]):  # else of an evaluation before the first step
+                if any(name.startswith("actor/") for name in record["data"]):  # else an evaluation before the first step
                     yield int(record["step"]), record["data"]
 
 
@@ -75,7 +75,7 @@ def step_stats(config: Config, step: int, given: Mapping[str, Any]) -> StepStats
                 f"verl's metrics of step {step} have no {name!r}: is the plugin loaded? They have {sorted(numbers)[:8]}"
             )
     loss, norm = float(numbers[LOSS]), float(numbers[GRAD_NORM])
-    skipped = not math.isfinite(norm)  # verl then leaves the update out
+    skipped = not math.isfinite(norm)  # verl then skips the update
     metrics: dict[str, Any] = dict.fromkeys(SHOWN, math.nan)
     metrics |= {ours: float(numbers[theirs]) for ours, theirs in SAME.items() if theirs in numbers}
     metrics |= _measured(numbers)
@@ -98,7 +98,7 @@ def step_stats(config: Config, step: int, given: Mapping[str, Any]) -> StepStats
 
 
 def _measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """What our trainer measured; numbered entries become lists again."""
+    """Our trainer's metrics; numbered entries become lists again."""
     plain: dict[str, Any] = {}
     lists: dict[str, dict[int, float]] = {}
     for name, value in numbers.items():
@@ -114,7 +114,7 @@ def _measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _truncated(config: Config, numbers: Mapping[str, Any]) -> float:
-    """Share of answers at the limit. verl compares with the longest of the batch, which need not be at it."""
+    """Share of answers at the limit. verl's number is relative to the longest of the batch, which may be below the limit."""
     longest = numbers.get("response_length/max", math.nan)
     return 0.0 if longest < response_tokens(config) else float(numbers.get("response_length/clip_ratio", math.nan))
 

@@ -1,7 +1,7 @@
-"""Who gets which GPUs. verl has two pools of its own each: the student's (update and rollouts in turn) and the teachers'.
+"""How GPUs are divided. verl has two pools: the student's (update and rollouts take turns) and the teachers'.
 
-A pool is a rectangle, so many GPUs on each of so many machines. The teachers get whole machines where that comes out even,
-else the same number of GPUs of every machine.
+A pool has the same number of GPUs on each of its machines. The teachers get whole machines if possible,
+else the same number of GPUs on every machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pools:
 
 
 def pools(config: Config) -> Pools:
-    """Share the GPUs out, or say why they cannot be."""
+    """Divide the GPUs, or raise an error that says why it is impossible."""
     cluster = config.cluster
     total = cluster.nodes * cluster.gpus_per_node
     if total < 2:
@@ -54,14 +54,14 @@ def pools(config: Config) -> Pools:
     if teacher.gpus % (count * copy):
         raise VerlError(
             f"the teachers' pool has {teacher.gpus} GPUs, but {count} {'teacher' if count == 1 else 'teachers'} x "
-            f"{copy} GPUs a copy (cluster.teacher_tensor_parallel) must fill it exactly: set cluster.teacher_gpus to a "
+            f"{copy} GPUs per copy (cluster.teacher_tensor_parallel) must fill it exactly: set cluster.teacher_gpus to a "
             f"multiple of {count * copy}"
         )
     small, large = sorted((copy, teacher.gpus_per_node))
     if large % small:
         raise VerlError(
             f"cluster.teacher_tensor_parallel is {copy}, and the teachers have {teacher.gpus_per_node} GPUs on each of "
-            f"{teacher.nodes} machines: a copy would lie across machines; choose a divisor of {teacher.gpus_per_node}"
+            f"{teacher.nodes} machines: a copy would span machines; choose a divisor of {teacher.gpus_per_node}"
         )
     return Pools(student, teacher, teacher.gpus // (count * copy))
 

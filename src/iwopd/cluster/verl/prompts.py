@@ -1,8 +1,8 @@
-"""The prompts as verl reads them: one parquet file with a row for every prompt of every step, in the order of the local engine.
+"""The prompts for verl: one parquet file with a row for every prompt of every step, in the order of the local engine.
 
-verl reads it from the first row to the last without shuffling, so step k has the prompts that the local engine gives to step k,
-and a resumed run goes on where the file stands. (Within a step verl spreads them over its ranks by length.) verl renders the
-messages itself, with the same tokenizer, chat template and thinking off; some are rendered here to be sure.
+verl reads it from the first row to the last without shuffling, so step k has the same prompts as on the local engine,
+and a resumed run continues at its position in the file. (Within a step verl distributes them over its ranks by length.) verl
+renders the messages itself, with the same tokenizer, chat template and thinking off; some are rendered here as a check.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from iwopd.train.loading import source_of, world_recipe
 from iwopd.types import Prompt
 
 TRIED = 256
-"""Prompts whose ids are compared with what verl will make of their messages."""
+"""Prompts whose ids are compared with verl's rendering of their messages."""
 STEPS_AT_ONCE = 16
 """Steps that are in memory while the file is written."""
 

@@ -1,7 +1,7 @@
 """verl's synchronous trainer with our hook.
 
-Between scoring and update it holds the whole batch of a step in its TransferQueue, one row a rollout: the one place that sees
-what a loss of micro-batches cannot. `register_trainer` and a task runner of one's own are verl's ways to bring another trainer.
+Between scoring and update it holds the whole batch of a step in its TransferQueue, one row per rollout; the loss sees only
+micro-batches. `register_trainer` and a custom task runner are verl's interface for custom trainers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
     def __init__(self, config: DictConfig) -> None:
         with open_dict(config):
-            config.trainer.v1.trainer_mode = "sync"  # the mode that this is in all else; verl compares names
+            config.trainer.v1.trainer_mode = "sync"  # verl compares names, and apart from the hook this is its sync mode
         super().__init__(config)
         Watch(self.replay_buffer, lambda: rollout_actors(self), config.actor_rollout_ref.rollout.n)
         self.iwopd_settings = settings_of(omega_conf_to_dataclass(config.distillation.distillation_loss))
@@ -50,7 +50,7 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
 
 class TaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ignore[misc]
-    """verl's own, which finds our trainer registered."""
+    """verl's own, with our trainer registered."""
 
     def run(self, config: DictConfig) -> None:
         import iwopd.cluster.verl.trainer  # noqa: F401  # Ray may have sent this class without its module

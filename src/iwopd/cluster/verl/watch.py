@@ -1,8 +1,9 @@
-"""What verl would wait for ever for, or pass over in silence, while a step's rollouts are written and scored.
+"""Detects dead actors and failed rollouts, for which verl would wait for ever or which it would silently leave out.
 
-verl asks for the rollouts of a step and polls until all of them are marked as done. An agent loop whose process died marks
-nothing, so verl polls on; a rollout that failed (a teacher that is gone) is left out, and the step trains on the rest. Here
-the first ends the run with the name of the dead, the second with the number of the failed; the last checkpoint is whole.
+verl requests the rollouts of a step and polls until all of them are marked as done. An agent loop whose process died marks
+nothing, so verl polls for ever; a rollout that failed (a dead teacher) is left out, and the step trains on the rest. Here
+the first ends the run with the names of the dead actors, the second with the number of failed rollouts; the last checkpoint
+is intact.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from iwopd.cluster.verl.errors import VerlError
 
 CHECK_SECONDS = 5.0
 GRACE_SECONDS = 2.0
-"""How long a dead server's rollouts may take to be marked as failed before its death is reported."""
+"""Time between failed rollouts and the report, in which a dead server becomes visible."""
 
 
 class Watch:
     """Wraps the replay buffer of verl's synchronous trainer."""
 
     def __init__(self, buffer: Any, actors: Callable[[], Mapping[str, Any]], samples: int) -> None:
-        """`actors`: Ray handles that take part in the rollouts, by name; `samples`: rollouts a prompt."""
+        """`actors`: Ray handles that take part in the rollouts, by name; `samples`: rollouts per prompt."""
         self._actors = actors
         self._samples = samples
         self._refs: dict[str, Any] = {}
@@ -31,12 +32,12 @@ class Watch:
         buffer._wait_for_next_poll, buffer.sample = self.wait_for_next_poll, self.sample
 
     def wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
-        """The pause between two looks of verl's, and now and then a look at the actors."""
+        """The pause between two polls of verl, with a check of the actors every `CHECK_SECONDS`."""
         now = time.monotonic()
         if now - self._checked >= CHECK_SECONDS:
             self._checked = now
             if dead := self.dead():
-                raise VerlError(f"{_named(dead)} died while rollouts were written; Ray's logs have its last words")
+                raise VerlError(f"{_named(dead)} died while rollouts were sampled; see Ray's logs")
         return self._poll(partition_id, last_debug_time)  # type: ignore[no-any-return]
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
@@ -53,11 +54,11 @@ class Watch:
             return batch, metrics
         time.sleep(GRACE_SECONDS)
         dead = self.dead()
-        cause = f"{_named(dead)} died" if dead else "their errors stand above or in Ray's logs"
-        raise VerlError(f"step {global_steps}: {wanted - found} of {wanted} rollouts failed (written or scored): {cause}")
+        cause = f"{_named(dead)} died" if dead else "their errors are above or in Ray's logs"
+        raise VerlError(f"step {global_steps}: {wanted - found} of {wanted} rollouts failed (sampling or scoring): {cause}")
 
     def dead(self) -> list[str]:
-        """Names of the actors that are no more. One question to each is always under way: busy ones answer later."""
+        """Names of the dead actors. One ping to each is always pending: busy ones answer later."""
         import ray
 
         actors = self._actors()
@@ -77,7 +78,7 @@ class Watch:
 
 
 def rollout_actors(trainer: Any) -> dict[str, Any]:
-    """The Ray actors that a step's rollouts pass through, by a name that says what they do."""
+    """The Ray actors that take part in a step's rollouts, by a descriptive name."""
     actors = {f"agent loop {n}": actor for n, actor in enumerate(trainer.agent_loop_manager.agent_loop_workers)}
     actors |= {f"student server {n}": actor for n, actor in enumerate(trainer.llm_server_manager.server_handles)}
     actors |= {f"reward worker {n}": actor for n, actor in enumerate(trainer.get_reward_handles() or [])}

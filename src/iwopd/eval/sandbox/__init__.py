@@ -1,4 +1,4 @@
-"""Run programs nobody trusts. Expected outputs never enter; what comes out is plain data, decoded strictly.
+"""Run untrusted programs. Expected outputs never enter; results are plain data, decoded strictly.
 
 The modules `child`, `wire`, `limits`, `landlock` and `seccomp` also run inside the sandbox, under a bare interpreter without
 this package. They import the standard library and each other (relatively), nothing else; this file imports nothing at all.

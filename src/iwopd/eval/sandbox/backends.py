@@ -1,4 +1,4 @@
-"""The walls to choose from. Each says how the child is started and what the child must take from itself."""
+"""The sandbox backends: how each starts the child, and which restrictions the child applies to itself."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ MEMORY = 2 << 30
 
 @dataclass(frozen=True)
 class Backend:
-    """`none` is no sandbox: another process with limits to its resources, and that is all."""
+    """`none` is no sandbox, only another process with resource limits."""
 
     name: Name
 
     def command(self, channel: int, info: int) -> list[str]:
-        """What to execute. `channel`: where results go; `info`: where bubblewrap says which process it started."""
+        """The command. `channel`: file descriptor for results; `info`: where bubblewrap reports the process it started."""
         if self.name == "bubblewrap":
             return bubblewrap.command(channel, info)
         return interpreter.command(interpreter.package_root(), channel)
 
     def walls(self, cpu_seconds: int) -> dict[str, Any]:
-        """What `child` has to put around itself before it touches the program."""
+        """The restrictions that `child` applies to itself before it loads the program."""
         return {
-            "parent": 0 if self.name == "bubblewrap" else os.getpid(),  # bubblewrap sees to it by itself
+            "parent": 0 if self.name == "bubblewrap" else os.getpid(),  # bubblewrap does this itself
             "memory": MEMORY,
             "cpu_seconds": cpu_seconds,
             "privileges": self.name != "none",

@@ -1,4 +1,4 @@
-"""Bubblewrap: own namespaces, no network, and a file system that holds a Python and nothing else."""
+"""Bubblewrap: own namespaces, no network, and a file system that holds only a Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def missing() -> str | None:
 
 
 def command(channel: int, info: int) -> list[str]:
-    """Run the child as process 1 of a new world; when it ends, or we do, everything in there ends."""
+    """Run the child as process 1 of a new PID namespace; when it ends, or we do, everything inside ends."""
     known = _options()
     walls = ["--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"]
     walls += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--info-fd", str(info)]

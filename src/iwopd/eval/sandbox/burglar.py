@@ -1,4 +1,4 @@
-"""The self-test's program. It runs inside a sandbox under test and lists everything it could do that it must not."""
+"""The self-test's attack program. It runs inside a sandbox and lists every forbidden action that succeeded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _opened(path: str, flags: int) -> bool:
 
 def _made(path: str) -> bool:
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    os.unlink(path)  # noqa: PTH108 - the burglar is tidy: a sandbox that failed is no reason to leave things about
+    os.unlink(path)  # noqa: PTH108 - clean up, even if the sandbox failed
     return True
 
 

@@ -1,8 +1,8 @@
-"""The program inside: lock the doors, then run the candidate on each input and report what it returned.
+"""The program inside the sandbox: restrict itself, then run the candidate on each input and report what it returned.
 
 Started as `python -c "...; from sandbox.child import main; main()" CHANNEL`, with the job on standard input. Everything after
-"ready" may be forged by the candidate, which shares this process. That lets it claim any return value, and nothing more: the
-parent knows the expected outputs, this process does not.
+"ready" may be forged by the candidate, which shares this process. It can claim any return value, but no more: only the
+parent knows the expected outputs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def main() -> None:
     job = wire.decode(_read_all(0), wire.JOB)
     _lock(job["walls"])
     _send(channel, ("ready",))
-    os.dup2(1, 0)  # standard output is /dev/null; what start-up had to say went to standard error
+    os.dup2(1, 0)  # standard output is /dev/null; start-up errors went to standard error
     os.dup2(1, 2)
     function = _load(channel, job["source"], job["entry_point"])
     for index, arguments in enumerate(job["arguments"]):
         _send(channel, _call(function, index, arguments))
     _send(channel, ("end",))
-    os._exit(0)  # no atexit, no threads, no flushing: there is nothing left to say
+    os._exit(0)  # no atexit, no threads, no flushing
 
 
 def _lock(walls: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ def _load(channel: int, source: str, entry_point: str) -> Any:
 
 def _call(function: Any, index: int, arguments: bytes) -> Any:
     try:
-        result = function(*wire.decode(arguments, wire.JOB))  # decoded afresh: what one call changes, the next does not see
+        result = function(*wire.decode(arguments, wire.JOB))  # decoded per call: calls share nothing
     except BaseException as error:
         return ("raised", index, _describe(error))
     return ("returned", index, result)
@@ -66,7 +66,7 @@ def _call(function: Any, index: int, arguments: bytes) -> Any:
 def _send(channel: int, message: Any) -> None:
     try:
         data = _pack(message)
-    except BaseException as error:  # the parent will call it wrong
+    except BaseException as error:  # the parent will count it as wrong
         data = wire.encode(("raised", message[1], f"result not accepted: {_describe(error)}"))
     view = memoryview(len(data).to_bytes(4, "little") + data)
     while view:

@@ -1,4 +1,4 @@
-"""The bare Python that runs inside: which files it needs, and how it is started."""
+"""The bare Python inside the sandbox: which files it needs, and how it is started."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BOOT = "import sys; sys.path.append({root!r}); from sandbox.child import main; s
 
 @cache
 def executable() -> str:
-    """The interpreter that runs us, behind every virtual environment and link."""
+    """The interpreter that runs us, with virtual environments and links resolved."""
     return str(Path(getattr(sys, "_base_executable", None) or sys.executable).resolve())
 
 
 @cache
 def readable() -> tuple[str, ...]:
-    """Folders with the standard library and shared libraries: nothing of the user's, nothing of a virtual environment."""
+    """Folders with the standard library and shared libraries, without user files and virtual environments."""
     prefixes = {Path(sys.base_prefix), Path(sys.base_exec_prefix)}
     wanted = [prefix / name for prefix in prefixes for name in ("lib", "lib64")]
     wanted += [Path(os.__file__).parent]
@@ -35,12 +35,12 @@ def readable() -> tuple[str, ...]:
 
 
 def command(root: str, channel: int) -> list[str]:
-    """No site packages, no user's settings, no byte code written; the environment below is all there is."""
+    """No site packages, no user settings, no byte code written; only the environment below."""
     return [executable(), "-s", "-S", "-P", "-B", "-c", BOOT.format(root=root), str(channel)]
 
 
 def environment() -> dict[str, str]:
-    """Nothing of the caller's. A fixed hash seed, so that a program that lists a set does so alike in every run."""
+    """Nothing from the caller. A fixed hash seed, so that the order of a set is the same in every run."""
     settings = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "PATH": "/nowhere"}
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
         settings["LD_LIBRARY_PATH"] = f"{sys.base_prefix}/lib:{sysconfig.get_config_var('LIBDIR')}"

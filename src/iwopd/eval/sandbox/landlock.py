@@ -1,4 +1,4 @@
-"""Landlock (Linux 5.13): the process gives up every file that is not named, for good and without any privilege."""
+"""Landlock (Linux 5.13): the process permanently gives up access to all files but the named ones; needs no privileges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers o
 _READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
 _PATH_BENEATH = 1
 
-# Rights to files known since each version; whatever the kernel knows is taken away.
+# File rights known to each version; all that the kernel knows are removed.
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _NETWORK_RIGHTS = 3  # TCP bind and connect, since version 4
 _SCOPES = 3  # abstract sockets and signals, since version 6
@@ -19,13 +19,13 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def version() -> int:
-    """Landlock's version in this kernel; 0 without."""
+    """Landlock's version in this kernel; 0 if there is none."""
     found = _LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     return max(0, int(found))
 
 
 def restrict(readable: Iterable[str]) -> int:
-    """Leave this thread the right to read these files and folders, and no other. Needs no_new_privs. Gives the version."""
+    """Allow this thread to read these files and folders and nothing else. Needs no_new_privs. Returns the version."""
     abi = version()
     if abi == 0:
         raise OSError("this kernel has no Landlock")

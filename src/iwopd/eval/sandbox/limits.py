@@ -1,4 +1,4 @@
-"""What the process gives up besides files and system calls: resources, privileges, outliving its parent."""
+"""Limits besides files and system calls: resources, privileges, dying with the parent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def set_rlimits(memory: int, cpu_seconds: int) -> None:
-    """`memory`: bytes of address space. CPU seconds are a backstop: the parent watches the clock and is sooner."""
+    """`memory`: bytes of address space. CPU seconds are a backstop: the parent's deadline comes first."""
     for limit, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, cpu_seconds),
@@ -31,14 +31,14 @@ def set_rlimits(memory: int, cpu_seconds: int) -> None:
 
 
 def no_new_privileges() -> None:
-    """No program it could start would give it rights."""
+    """No executed program can gain privileges."""
     if _prctl(_SET_NO_NEW_PRIVS, 1) != 0:
         raise OSError(ctypes.get_errno(), "no_new_privs refused")
 
 
 def drop_capabilities() -> None:
-    """Root without capabilities is a user who happens to own many files."""
-    for capability in range(64):  # out of the bounding set; those that do not exist or may not be dropped say so
+    """Drop all capabilities, so that root has no more rights than a user."""
+    for capability in range(64):  # out of the bounding set; errors (unknown, not permitted) are ignored
         _prctl(_CAPBSET_DROP, capability)
     _prctl(_CAP_AMBIENT, 4)  # clear all
     header = struct.pack("<Ii", 0x20080522, 0)
@@ -47,7 +47,7 @@ def drop_capabilities() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL when the thread that started us ends; at once if it has ended already."""
+    """SIGKILL when the thread that started us ends, or at once if it has ended."""
     _prctl(_SET_PDEATHSIG, _SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Which walls stand on this machine? Not asked of version numbers: a program tries to break out of each, once per process."""
+"""Which backends work on this machine: a program tries to break out of each, once per process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from iwopd.eval.sandbox.backends import Backend
 from iwopd.eval.sandbox.run import Job, Report, SandboxError, run
 
 _BURGLAR = Path(__file__).with_name("burglar.py")
-_HARMLESS = {"PYTHONHASHSEED", "LC_ALL", "PATH", "LD_LIBRARY_PATH", "PWD"}  # variables that the inside has of its own
+_HARMLESS = {"PYTHONHASHSEED", "LC_ALL", "PATH", "LD_LIBRARY_PATH", "PWD"}  # variables that the sandbox sets itself
 _found: dict[str, str | None] = {}
 _lock = threading.Lock()
 
@@ -31,7 +31,7 @@ class Finding:
 
 
 def choose(*, unsafe: bool = False, name: str | None = None) -> Backend:
-    """The best backend that stood the test; with `name`, that one. Without any: `SandboxError`, or with `unsafe` no sandbox."""
+    """The best backend that passes its test; with `name`, that one. Else `SandboxError`, or with `unsafe` no sandbox."""
     if name == "none" and unsafe:
         return Backend("none")
     for backend in (Backend("bubblewrap"), Backend("landlock")):
@@ -59,7 +59,7 @@ def findings() -> list[Finding]:
 
 
 def examine(backend: Backend) -> str | None:
-    """Why this backend does not hold, or None. Tested at the first call."""
+    """Why this backend does not work, or None. Tested at the first call."""
     with _lock:
         if backend.name not in _found:
             _found[backend.name] = _missing(backend) or self_test(backend)
@@ -67,11 +67,11 @@ def examine(backend: Backend) -> str | None:
 
 
 def self_test(backend: Backend) -> str | None:
-    """Let a burglar in and ask it what it could do. It must work as a program, and fail as a burglar."""
+    """Run the attack program. It must run as a program, and every attack must fail."""
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         canary = Path(folder) / "canary"
         canary.write_text(secret := secrets.token_hex(8))
-        os.chmod(folder, 0o755)  # noqa: PTH101 - so that only the sandbox can be the reason when it is not found
+        os.chmod(folder, 0o755)  # noqa: PTH101 - so that only the sandbox can hide it
         ours = sorted(set(os.environ) - _HARMLESS)
         asked = [str(canary), server.getsockname()[1], os.getpid(), ours]
         reports: list[Report] = []

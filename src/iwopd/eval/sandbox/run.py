@@ -1,7 +1,7 @@
-"""Start a program in a sandbox, hand it its inputs, read what it reports, and end it.
+"""Start a program in a sandbox, send its inputs, read its reports, and end it.
 
-All reading is bounded, all waiting has a deadline, and deadlines are in CPU time: a program is not late because the machine
-is busy. Time in which it neither ran nor waited for a processor (it slept, it hung) has a deadline of its own.
+All reading is bounded, all waiting has a deadline, and deadlines are in CPU time, so a busy machine causes no
+timeouts. Time in which the program neither ran nor waited for a processor (it slept or hung) has a separate deadline.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from iwopd.eval.sandbox import interpreter, wire
 from iwopd.eval.sandbox.backends import Backend
 
 _TICK = 0.05
-_START_SECONDS = 120.0  # a bare Python starts in 0.03 s; a machine this slow has other problems
-_IDLE_SECONDS = 5.0  # one call may sleep this long, or as long as it may compute
+_START_SECONDS = 120.0  # a bare Python starts in 0.03 s
+_IDLE_SECONDS = 5.0  # one call may sleep this long, or as long as its CPU limit
 _RUN_BYTES = 64 << 20  # all results together; each is bounded by wire.RESULT
 
 
@@ -49,13 +49,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """One call's end: the value it returned, a `Digest` of one that is too large to travel, or the error it raised."""
+    """The outcome of one call: the value it returned, a `Digest` if it is too large to send, or the error it raised."""
 
     index: int
     value: Any
     error: str | None
     seconds: float
-    """CPU time since the report before."""
+    """CPU time since the previous report."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class End:
-    """How it went. `complete`: every call was reported; `stopped`: the receiver had enough."""
+    """How a run ended. `complete`: every call was reported; `stopped`: the receiver stopped it."""
 
     status: Literal["complete", "stopped", "timeout", "broken", "crashed", "forged"]
     detail: str
@@ -82,7 +82,7 @@ class _Over(Exception):  # noqa: N818 - not an error
 
 
 def run(job: Job, backend: Backend, receive: Callable[[Report], bool]) -> End:
-    """Run `job`; `receive` gets every report in order and says whether to go on. When this returns, nothing is left running."""
+    """Run `job`; `receive` gets every report in order and returns whether to continue. Nothing is left running."""
     cpu_seconds = math.ceil(job.cpu_total) + 5
     inside = {"source": job.source, "entry_point": job.entry_point, "arguments": list(job.arguments)}
     message = wire.encode_plain(inside | {"walls": backend.walls(cpu_seconds)})
@@ -137,11 +137,11 @@ def _start(backend: Backend, message: bytes, files: contextlib.ExitStack) -> tup
 
 
 class _NotReadyError(Exception):
-    """The child did not get as far as to run the program."""
+    """The child failed before it ran the program."""
 
 
 def _inner_pid(info: int) -> int:
-    """Which process bubblewrap made, by our numbers."""
+    """The process that bubblewrap started, by its id in our namespace."""
     told = b""
     deadline = time.monotonic() + _START_SECONDS
     while True:
@@ -156,7 +156,7 @@ def _inner_pid(info: int) -> int:
 
 
 class _Child:
-    """The process in the sandbox: its clocks, and its end."""
+    """The process in the sandbox: its clocks, and how it is ended."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -169,18 +169,18 @@ class _Child:
         self.pid = pid
         with contextlib.suppress(OSError):  # it may be gone already
             self.handle = os.pidfd_open(pid)
-        with contextlib.suppress(OSError):  # when memory runs out, let it be this one
+        with contextlib.suppress(OSError):  # when memory runs out, the kernel should kill this one
             Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
 
     def look(self) -> None:
-        """Read its clocks: CPU seconds, and seconds it stood in the queue for a processor."""
+        """Read its clocks: CPU seconds, and seconds that it waited for a processor."""
         with contextlib.suppress(OSError):
-            self.cpu = time.clock_gettime((~self.pid << 3) | 2)  # what clock_getcpuclockid(3) makes of a process id
+            self.cpu = time.clock_gettime((~self.pid << 3) | 2)  # as clock_getcpuclockid(3) computes it
         with contextlib.suppress(OSError, IndexError, ValueError):
             self.waited = int(Path(f"/proc/{self.pid}/schedstat").read_bytes().split()[1]) / 1e9
 
     def end(self) -> None:
-        """Kill it and wait until it is dead. Without fork inside, and as process 1 of its world, it is all there is."""
+        """Kill it and wait until it is dead. It cannot fork and is process 1 of its namespace, so nothing else is left."""
         if self.handle is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.handle, signal.SIGKILL)
@@ -197,7 +197,7 @@ class _Child:
 
 
 class _Session:
-    """The conversation over the channel."""
+    """The protocol over the channel."""
 
     def __init__(self, job: Job, child: _Child, channel: int, receive: Callable[[Report], bool]) -> None:
         self.job, self.child, self.channel, self.receive = job, child, channel, receive
@@ -290,7 +290,7 @@ class _Session:
         return bool(piece)
 
     def _message(self) -> Any:
-        """The next whole message, or None."""
+        """The next complete message, or None."""
         if len(self.buffer) < 4:
             return None
         length = int.from_bytes(self.buffer[:4], "little")
@@ -321,7 +321,7 @@ class _Session:
 
 
 def _readable(file: int, seconds: float) -> bool:
-    """Whether there is something to read within this time. Not by select(2), which knows only the first 1024 descriptors."""
+    """Whether there is something to read within this time. Not with select(2), which is limited to 1024 descriptors."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(max(0.0, seconds) * 1000.0))

@@ -1,7 +1,7 @@
-"""A seccomp filter, assembled by hand: the system calls a running Python program needs, and no other.
+"""A seccomp filter, assembled by hand: only the system calls that a running Python program needs.
 
-No process or thread can be made, nothing executed, no socket opened, no file opened for writing, no signal sent to another
-process, no limit raised. What is not on the list fails with EPERM, so the program sees an exception, not a kill.
+No process or thread can be created, nothing executed, no socket opened, no file opened for writing, no signal sent to another
+process, no limit raised. Other calls fail with EPERM, so the program gets an exception and is not killed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PLAIN: dict[str, tuple[int | None, int | None]] = {
     "membarrier": (324, 283), "statx": (332, 291), "rseq": (334, 293), "faccessat2": (439, 439),
 }  # fmt: skip
 
-# Calls that the C library replaces by older ones, which can be filtered, when they do not exist.
+# Calls reported as missing, so that the C library uses older ones, which can be filtered.
 _ABSENT: dict[str, tuple[int, int]] = {"clone3": (435, 435), "openat2": (437, 437)}
 
 # Calls allowed for some values of one argument. kill and tgkill: see `build`.
@@ -86,7 +86,7 @@ def build(pid: int, machine: str | None = None) -> bytes:
 
 
 def install(program: bytes) -> None:
-    """From here on this thread, and whatever it starts, is under the filter. Needs no_new_privs."""
+    """Apply the filter to this thread and everything it starts. Needs no_new_privs."""
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
@@ -120,7 +120,7 @@ class _Program:
         self.back(action)
 
     def call(self, number: int, argument: int, values: tuple[int, ...], wide: bool = False) -> None:
-        """Allow call `number` when its argument has one of these values (32 bits of it; with `wide`, and 0 above)."""
+        """Allow call `number` if the low 32 bits of its argument are one of these values (`wide`: and the high ones 0)."""
         body = _Program()
         if wide:
             body.load(16 + 8 * argument + 4)
@@ -132,7 +132,7 @@ class _Program:
         self._only(number, body)
 
     def reading(self, number: int, argument: int) -> None:
-        """Allow call `number` when its flags ask for nothing but reading."""
+        """Allow call `number` if its flags are read-only."""
         body = _Program()
         body.load(16 + 8 * argument)
         body.when(_ANY_BIT, _WRITING, _ERRNO | _EPERM)

@@ -1,8 +1,8 @@
-"""The only language spoken across the sandbox's wall: plain typed data, encoded by tag, decoded strictly.
+"""The format of all messages across the sandbox's boundary: plain typed data, encoded by tag, decoded strictly.
 
-Nothing here can run code: no pickle, no eval, no import by name. Only the exact builtin types travel (Counter, OrderedDict and
-defaultdict go as the dicts they are); any other object arrives as `Opaque`, which equals nothing. Both directions obey
-`Limits`, because whoever sits on the other side may be hostile: sizes, depth and counts are checked before memory is spent.
+Nothing here can run code: no pickle, no eval, no import by name. Only the exact builtin types are sent (Counter, OrderedDict
+and defaultdict as dicts); any other object arrives as `Opaque`, which equals nothing. Both directions enforce
+`Limits`, because the other side may be hostile: sizes, depth and counts are checked before memory is allocated.
 
     value  := N | T | F                              None, True, False
             | I u32 bytes                            int, little-endian two's complement
@@ -30,7 +30,7 @@ _OPAQUE_NAME = 200
 
 
 class WireError(ValueError):
-    """Data that this format does not carry, or bytes that are not this format."""
+    """Data that this format cannot encode, or bytes that are not in this format."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ class Limits:
     size: int = 4 << 20
     """Bytes."""
     nodes: int = 200_000
-    """Values, counting those inside others. A value costs the reader at most some 100 bytes."""
+    """Values, including nested ones. A value costs the reader at most some 100 bytes."""
     depth: int = 64
     int_bytes: int = 1 << 20
     hashed: int = 2_000
-    """Elements of one set or dict: keys are the sender's choice, and colliding ones make a table cost its size squared."""
+    """Elements of one set or dict: the sender chooses the keys, and colliding ones make the cost quadratic."""
 
 
 RESULT = Limits()
-"""From the sandbox: must not hurt the reader."""
+"""From the sandbox: small enough to be safe for the reader."""
 JOB = Limits(size=256 << 20, nodes=20_000_000, hashed=1_000_000)
 """Into the sandbox, or between trusted parties."""
 
 
 class Opaque:
-    """Stands for an object whose type does not travel. It equals nothing, itself included."""
+    """Replaces an object whose type cannot be sent. It equals nothing, not even itself."""
 
     __slots__ = ("name",)
 
@@ -72,17 +72,17 @@ class Opaque:
 
 
 def encode(value: Any, limits: Limits = RESULT) -> bytes:
-    """Bytes of `value`; objects of other types become opaque; over a limit it raises `WireError`."""
+    """Encode `value`. Objects of other types become opaque; exceeding a limit raises `WireError`."""
     return bytes(_Encoder(limits).run(value))
 
 
 def encode_plain(value: Any, limits: Limits = JOB) -> bytes:
-    """As `encode`, but an object of another type raises `WireError` with its name and where it stands."""
+    """As `encode`, but an object of another type raises `WireError` with its type and position."""
     return bytes(_Encoder(limits, plain=True).run(value))
 
 
 def decode(data: bytes | bytearray | memoryview, limits: Limits = RESULT) -> Any:
-    """The value of exactly these bytes, or `WireError`."""
+    """Decode exactly these bytes, or raise `WireError`."""
     if len(data) > limits.size:
         raise WireError(f"message of {len(data)} bytes, the limit is {limits.size}")
     decoder = _Decoder(memoryview(data), limits)
@@ -112,7 +112,7 @@ class _Encoder:
             raise WireError(f"nested deeper than {self.limits.depth}")
         if len(self.out) > self.limits.size:
             raise WireError(f"larger than {self.limits.size} bytes")
-        kind = type(value)  # exact types only: a subclass may lie about everything
+        kind = type(value)  # exact types only: a subclass can override anything
         if value is None:
             self.out += b"N"
         elif kind is bool:
@@ -221,7 +221,7 @@ class _Decoder:
         count = int(_U32.unpack(self._take(4))[0])
         if hashed and count > self.limits.hashed:
             raise WireError(f"set or dict of {count}, the limit is {self.limits.hashed}")
-        if count * least > len(self.data) - self.at:  # an element takes a byte at least: refuse before making room
+        if count * least > len(self.data) - self.at:  # an element takes at least a byte: refuse before allocating
             raise WireError(f"{count} elements announced, {len(self.data) - self.at} bytes left")
         return count
 
@@ -254,9 +254,9 @@ def _bad(message: str) -> NoReturn:
 
 
 def digest(value: Any) -> bytes:
-    """SHA-256 of a list, tuple, str or bytes that is too large to travel. Equal values have equal digests (1 is 1.0 is True).
+    """SHA-256 of a list, tuple, str or bytes that is too large to send. Equal values have equal digests (1, 1.0 and True).
 
-    A program that returns a hundred million numbers is right or wrong too. It can claim any digest; it must know the right one.
+    A program can claim any digest, but only the right result has the right one.
     """
     kind = type(value)
     if kind is str or kind is bytes:
@@ -266,16 +266,16 @@ def digest(value: Any) -> bytes:
         raise WireError(f"a {kind.__name__} larger than {RESULT.size} bytes or {RESULT.nodes} values")
     sha = hashlib.sha256(_TAGS[kind] + len(value).to_bytes(8, "little"))
     for start in range(0, len(value), 4096):
-        # Version 2 of the format is the last one in which the bytes depend on the values alone. marshal only writes here.
+        # In version 2 of the format the bytes depend on the values alone (not so in later ones). marshal only writes here.
         sha.update(marshal.dumps(_normal_items(value[start : start + 4096], 0), 2))
     return sha.digest()
 
 
-_SETTLED = {int, str, bytes, type(None)}  # equal only to their like
+_SETTLED = {int, str, bytes, type(None)}  # equal only to values of their own type
 
 
 def _normal_items(items: Any, depth: int) -> Any:
-    """The same items with equal numbers made identical. Types are looked at in bulk first: this may see 1e8 of them."""
+    """The items with equal numbers made identical. Types are checked in bulk first: there may be 1e8 items."""
     if depth > RESULT.depth:
         raise WireError(f"nested deeper than {RESULT.depth}")
     kinds = set(map(type, items))

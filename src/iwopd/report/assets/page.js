@@ -38,7 +38,7 @@ report.page = report.data("page");
 
 {
   const button = document.getElementById("theme");
-  const names = { auto: "as the system has them", light: "light", dark: "dark" };
+  const names = { auto: "system setting", light: "light", dark: "dark" };
   const apply = (choice) => {
     if (choice === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = choice;

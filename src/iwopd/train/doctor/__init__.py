@@ -1,4 +1,4 @@
-"""The doctor: looks at a recipe before it trains, and refuses what would fail or learn from the wrong numbers."""
+"""The doctor: checks a recipe before it trains, and refuses what would fail or train on wrong numbers."""
 
 from iwopd.train.doctor.echo import check_echo, own_logprobs
 from iwopd.train.doctor.examination import examine_models, examine_recipe

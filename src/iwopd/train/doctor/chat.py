@@ -1,4 +1,4 @@
-"""What the teacher sees: the student's rendered ids, in a format that may not be its own."""
+"""Chat templates: the teacher sees the student's rendered ids, in a format that may not be its own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
 
 MESSAGES = [{"role": "user", "content": "1+2"}]
-"""Short and plain: every tokenizer can write it."""
+"""Short and plain: every tokenizer can encode it."""
 COMPARED = 16
-"""Prompts that are tokenised with the teacher's tokenizer, too."""
+"""Prompts that are also tokenised with the teacher's tokenizer."""
 MOST_LINES = 14
 
 
@@ -33,7 +33,7 @@ def check_template(case: Case) -> Iterator[Finding]:
     yield from _thinking(student)
     theirs = None if teacher is None else _render(teacher)
     if theirs is None:
-        reason = "brings no tokenizer" if teacher is None else "has no chat template"
+        reason = "has no tokenizer" if teacher is None else "has no chat template"
         yield warning(
             "chat template", f"the teacher {reason}: it sees the student's rendering", "make sure that it was trained on chats"
         )
@@ -55,11 +55,11 @@ def _thinking(student: Any) -> Iterator[Finding]:
     if on == off:
         yield passed("thinking", "the student's template has no thinking mode")
     else:
-        yield passed("thinking", "the student's template can think; prompts are rendered with thinking off")
+        yield passed("thinking", "the student's template has a thinking mode; prompts are rendered with thinking off")
 
 
 def _same_ids(case: Case, teacher: Any) -> Iterator[Finding]:
-    """The teacher's tokenizer would cut the same texts into the same ids."""
+    """The teacher's tokenizer splits the same texts into the same ids."""
     for prompt in case.prompts[:COMPARED]:
         if not prompt.text:
             continue
@@ -70,14 +70,14 @@ def _same_ids(case: Case, teacher: Any) -> Iterator[Finding]:
             its = teacher.convert_ids_to_tokens(list(theirs[place : place + 6]))
             yield warning(
                 "prompt ids",
-                f"the teacher's tokenizer cuts prompt {prompt.id!r} otherwise from token {place} on (the ids mean the same, "
-                "their borders differ), so it is scored on texts cut in a way it seldom saw",
+                f"the teacher's tokenizer splits prompt {prompt.id!r} differently from token {place} on (same meaning, "
+                "other boundaries), so the teacher scores texts that are split unlike its training data",
                 "take the tokenizer files of one of them for both",
                 _diff("\n".join(map(str, mine)), "\n".join(map(str, its))),
             )
             return
     if case.prompts:
-        yield passed("prompt ids", "the teacher sees the student's ids, and would have cut the prompts alike")
+        yield passed("prompt ids", "the teacher's tokenizer splits the prompts into the student's ids")
 
 
 def _render(tokenizer: Any, *, thinking: bool = False) -> str | None:
@@ -88,7 +88,7 @@ def _render(tokenizer: Any, *, thinking: bool = False) -> str | None:
 
 
 def _diff(ours: str, theirs: str) -> str:
-    """A unified diff, line by line; blanks at the ends of lines would be invisible, so lines are quoted."""
+    """A unified diff of quoted lines, which shows blanks at the ends of lines."""
     one, other = ([repr(line) for line in text.splitlines()] for text in (ours, theirs))
     lines = list(difflib.unified_diff(one, other, "student", "teacher", lineterm="", n=1))
     more = [f"... {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []

@@ -1,4 +1,4 @@
-"""Are the training prompts what one would want to train on."""
+"""Checks of the training prompts: empty, duplicate, too long, or with their answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from iwopd.train.doctor.findings import Finding, failure, passed, warning
 from iwopd.types import Prompt
 
 LONG_ANSWER = 6
-"""Letters from which an answer that stands in its prompt is taken for a leak; shorter ones (numbers) stand there by chance."""
+"""An answer of at least this many letters in its prompt is a leak; shorter ones (numbers) occur by chance."""
 LEAK = re.compile(r"(?:answer|solution|result)(?: is|:|=)?\s*[:=]?\s*$|####\s*$|\\boxed\{\s*$", re.IGNORECASE)
-"""What stands before a short answer that is given away."""
+"""The text before a short answer that is a leak."""
 
 
 def check_data(case: Case) -> Iterator[Finding]:
-    """Found, not empty, not twice, not too long, and without their answers."""
+    """Prompts exist, are not empty, duplicate or too long, and do not hold their answers."""
     if case.data_problem:
         local = case.config.data.prompts is not None and not Path(case.config.data.prompts).exists()
         where = "correct data.prompts" if local else "correct the data, see docs/train-your-own.md"
@@ -34,11 +34,11 @@ def check_data(case: Case) -> Iterator[Finding]:
     found = [*_empty(case), *_twice(case.prompts), *_leaks(case.prompts)]
     yield from found
     if not found:
-        yield passed("data", f"{len(case.prompts):,} prompts looked at, none empty, twice, or with its answer in it")
+        yield passed("data", f"{len(case.prompts):,} prompts checked, none empty, duplicate, or with its answer in it")
 
 
 def check_contamination(prompts: Sequence[Prompt], tasks: dict[str, Sequence[Prompt]]) -> Iterator[Finding]:
-    """No evaluation problem among the training prompts."""
+    """No evaluation problem is a training prompt."""
     trained_on = {prompt.token_ids for prompt in prompts}
     for name, problems in tasks.items():
         shared = [prompt for prompt in problems if prompt.token_ids in trained_on]
@@ -53,14 +53,14 @@ def check_contamination(prompts: Sequence[Prompt], tasks: dict[str, Sequence[Pro
 
 
 def _empty(case: Case) -> Iterator[Finding]:
-    """A prompt whose message is empty is rendered to the template alone."""
+    """An empty message is rendered to the template alone."""
 
     def words(text: str) -> list[str]:
         return text.split()
 
     try:
         nothing = words(render_text(case.student.tokenizer, [{"role": "user", "content": ""}]))
-    except ChatError:  # a template that refuses empty messages has refused them when they were loaded
+    except ChatError:  # a template that refuses empty messages has done so at loading
         return
     empty = [prompt for prompt in case.prompts if words(prompt.text) == nothing]
     if empty:
@@ -77,7 +77,7 @@ def _twice(prompts: Sequence[Prompt]) -> Iterator[Finding]:
         yield warning(
             "data",
             f"{again:,} of {len(prompts):,} prompts occur more than once, such as {first.id!r}",
-            "take the copies out, unless they are meant to count more",
+            "remove the duplicates, unless they are meant to count more",
         )
 
 
@@ -87,7 +87,7 @@ def _leaks(prompts: Sequence[Prompt]) -> Iterator[Finding]:
         yield warning(
             "data",
             f"{len(leaking):,} of {len(prompts):,} prompts hold their own answer, such as {leaking[0].id!r}",
-            "look whether the answer's field was rendered into the prompt",
+            "check whether the answer's field was rendered into the prompt",
         )
 
 

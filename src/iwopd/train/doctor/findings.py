@@ -1,4 +1,4 @@
-"""What a check says: pass, warn or fail, with the way out."""
+"""What a check says: pass, warn or fail, with the remedy."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class DoctorError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's."""
+    """One line of the doctor's output."""
 
     level: Level
     check: str
     """A word or two: what was looked at."""
     message: str
-    way_out: str = ""
+    remedy: str = ""
     details: str = ""
     """Further lines, such as a diff."""
 
     def text(self) -> str:
         line = f"{self.level:<4}  {self.check:<14}  {self.message}"
-        if self.way_out:
-            line += f". {self.way_out[0].upper()}{self.way_out[1:]}"
+        if self.remedy:
+            line += f". {self.remedy[0].upper()}{self.remedy[1:]}"
         return "\n".join([line, *(f"{'':22}{detail}" for detail in self.details.splitlines())])
 
 
@@ -38,12 +38,12 @@ def passed(check: str, message: str) -> Finding:
     return Finding("pass", check, message)
 
 
-def warning(check: str, message: str, way_out: str, details: str = "") -> Finding:
-    return Finding("warn", check, message, way_out, details)
+def warning(check: str, message: str, remedy: str, details: str = "") -> Finding:
+    return Finding("warn", check, message, remedy, details)
 
 
-def failure(check: str, message: str, way_out: str, details: str = "") -> Finding:
-    return Finding("fail", check, message, way_out, details)
+def failure(check: str, message: str, remedy: str, details: str = "") -> Finding:
+    return Finding("fail", check, message, remedy, details)
 
 
 def refuse(findings: Iterable[Finding], *, optional: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Do ids mean the same to everybody: files, vocabularies, special tokens, stop ids, rows of the output matrix."""
+"""Do ids mean the same to all models: files, vocabularies, special tokens, stop ids, rows of the output matrix."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ FAMILY = "choose a pair of one family: the teacher must read the ids that the st
 
 
 def check_files(case: Case) -> Iterator[Finding]:
-    """Every model can be found; what lies on a hub that does not answer is left open."""
+    """Every model can be found; if the hub does not answer, that is a warning."""
     for member in case.members.values():
         if not member.problem:
             continue
         if member.unreachable:
             yield warning(
                 "files",
-                f"the {member.name} {member.source} was not looked at: {_first_line(member.problem)}",
+                f"the {member.name} {member.source} was not checked: {_first_line(member.problem)}",
                 "run the doctor where the hub can be reached, or give a local folder",
             )
         else:
             yield failure("files", f"{member.name}: {_first_line(member.problem)}", f"correct models.{member.name}")
     if case.student.tokenizer is None and not case.student.problem:
-        yield failure("files", f"the student {case.student.source} brings no tokenizer", "put its tokenizer files beside it")
+        yield failure(
+            "files", f"the student {case.student.source} has no tokenizer", "put its tokenizer files next to its weights"
+        )
     readable = [member.name for member in case.members.values() if not member.problem]
     if readable:
         world = case.config.models.world
@@ -36,7 +38,7 @@ def check_files(case: Case) -> Iterator[Finding]:
 
 
 def check_vocabularies(case: Case) -> Iterator[Finding]:
-    """The same bytes behind every id that the student can write."""
+    """Every id that the student can sample means the same bytes to the others."""
     ours = case.student.tokenizer
     if ours is None:
         return
@@ -45,8 +47,8 @@ def check_vocabularies(case: Case) -> Iterator[Finding]:
             if not member.problem:
                 yield warning(
                     "vocabulary",
-                    f"the {member.name} brings no tokenizer, so only its size can be compared",
-                    f"put the tokenizer files of the {member.name} beside its weights",
+                    f"the {member.name} has no tokenizer, so only its size can be compared",
+                    f"put the tokenizer files of the {member.name} next to its weights",
                 )
             continue
         agreement = compare_vocabularies(ours, member.tokenizer)
@@ -77,7 +79,7 @@ def check_vocabularies(case: Case) -> Iterator[Finding]:
 
 
 def check_special_tokens(case: Case) -> Iterator[Finding]:
-    """Answers end, by a token that student, teacher and chat template agree on."""
+    """Answers end with a token that student, teacher and chat template agree on."""
     ours = case.student.tokenizer
     if ours is None:
         return
@@ -90,7 +92,7 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
         )
         return
     if unknown := [word for word in case.config.rollout.stop_tokens if ours.convert_tokens_to_ids(word) is None]:
-        yield failure("stop ids", f"rollout.stop_tokens has {unknown[0]!r}, which is no token of the student", "correct it")
+        yield failure("stop ids", f"rollout.stop_tokens has {unknown[0]!r}, which is not a token of the student", "correct it")
     if beyond := sorted(stop for stop in stops if stop >= len(ours)):
         yield failure(
             "stop ids",
@@ -104,7 +106,7 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
         yield failure(
             "stop ids",
             f"the chat template ends an answer with {word!r} (id {ending:,}), but sampling stops at {_words(words)} only: "
-            "answers would run on to max_tokens",
+            "answers would continue to max_tokens",
             f"set rollout.stop_tokens = [{word!r}], or add the id to eos_token_id in generation_config.json",
         )
         return
@@ -123,7 +125,7 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
 
 
 def check_rows(case: Case) -> Iterator[Finding]:
-    """A row of the output matrix for every id; rows beyond are masked."""
+    """The output matrices have a row for every id; further rows are masked."""
     ours = case.student.tokenizer
     if ours is None:
         return
@@ -157,14 +159,14 @@ def _extra_stops(case: Case, tokenizer: Any) -> frozenset[int]:
 
 
 def _template_ending(tokenizer: Any) -> int | None:
-    """The id of the special token that the chat template puts behind an answer; None if it has none."""
+    """The id of the special token that the chat template puts after an answer; None if there is none."""
     if not tokenizer.chat_template:
         return None
     answer = "7"
     messages = [{"role": "user", "content": "3+4"}, {"role": "assistant", "content": answer}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False))
-    except Exception:  # whatever a template raises: it may not know assistants
+    except Exception:  # templates raise anything, for instance if they do not know the role
         return None
     behind = text.rpartition(answer)[2]
     special = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -1,4 +1,4 @@
-"""Does everything fit into every model's context, and are log-probs taken at the temperature that tokens are drawn at."""
+"""Context lengths, and whether log-probs are taken at the sampling temperature."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from iwopd.train.doctor.findings import Finding, failure, passed, warning
 
 
 def check_context(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
-    """Prompt + response + 1 tokens; the one more is what a server generates to score a whole sequence."""
+    """Prompt + response + 1 tokens; a server generates the extra one to score a whole sequence."""
     if case.max_response is None:
-        yield failure("context", "nobody says how long answers may be", "set rollout.max_tokens")
+        yield failure("context", "the length of answers is not limited", "set rollout.max_tokens")
         return
     needed = case.longest_prompt + case.max_response + 1
     what = f"{case.longest_prompt:,} (longest prompt) + {case.max_response:,} (response) + 1 = {needed:,} tokens"
@@ -49,16 +49,16 @@ def check_temperature(case: Case) -> Iterator[Finding]:
         )
         yield warning(
             "temperature",
-            f"with {cut} the student draws from fewer ids than its log-probs are taken over, so rollouts are not quite its own "
-            "policy's; an engine that reports log-probs of the cut distribution would be wrong by their normalisation",
+            f"with {cut} the student samples from fewer ids than its log-probs are taken over, so rollouts are not quite "
+            "on-policy; log-probs that an engine reports for the truncated distribution would be normalised differently",
             "set rollout.top_p = 1 and rollout.top_k = 0 (the paper's setting)",
         )
     elif rollout.temperature != 1:
         yield warning(
             "temperature",
-            f"tokens are drawn, and student, teacher and reference are scored, at temperature {rollout.temperature}; engines "
-            "and servers that report log-probs at temperature 1 do not fit",
+            f"tokens are sampled, and student, teacher and reference are scored, at temperature {rollout.temperature}; engines "
+            "and servers that report log-probs at temperature 1 cannot be used",
             "set rollout.temperature = 1 (the paper's setting) unless all models are local",
         )
     else:
-        yield passed("temperature", "tokens are drawn and scored at temperature 1 over the whole vocabulary")
+        yield passed("temperature", "tokens are sampled and scored at temperature 1 over the whole vocabulary")

@@ -1,4 +1,4 @@
-"""Is everything installed, and can the processor do what the recipe asks of it."""
+"""Checks of installed packages and of the processor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 with torch.no_grad():
     torch.nn.Linear(64, 64, dtype=torch.bfloat16)(torch.ones(2, 32, 64, dtype=torch.bfloat16))
 """
-"""A product that is large enough for the processor's matrix units."""
+"""A product large enough for the processor's matrix units."""
 
 
 def check_packages(config: Config) -> Iterator[Finding]:
@@ -38,7 +38,7 @@ def check_packages(config: Config) -> Iterator[Finding]:
 
 
 def check_processor(config: Config) -> Iterator[Finding]:
-    """bfloat16 on a CPU, in a process of its own: a virtual machine that announces AMX but forbids it kills the process."""
+    """bfloat16 on a CPU, in a separate process: a virtual machine that advertises AMX but forbids it kills the process."""
     dtypes = {config.models.dtype, config.models.teacher_dtype}
     if torch.cuda.is_available() or ("bfloat16" not in dtypes and config.precision != "bf16"):
         return
@@ -46,7 +46,7 @@ def check_processor(config: Config) -> Iterator[Finding]:
     if done.returncode:
         yield failure(
             "processor",
-            f"a bfloat16 product ends the process here (exit code {done.returncode}): the machine announces instructions "
+            f"a bfloat16 product kills the process here (exit code {done.returncode}): the machine advertises instructions "
             "that it does not allow",
             "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, or load in float32",
         )

@@ -126,14 +126,14 @@ def _memory(case: Case, estimate: Estimate, loaded: bool) -> Iterator[Finding]:
     if loaded:  # the weights are in memory already, and no longer free
         free += sum(estimate.parts[name] for name in ("weights", "teacher", "reference"))
     words = f"a step needs {estimate.text()}; the {what} has {gigabytes(free)} free"
-    way_out = (
+    remedy = (
         "lower optim.token_budget, set optim.gradient_checkpointing = true, train an adapter (lora.rank = 16), load in "
         "bfloat16 (models.dtype), or put the teacher elsewhere (models.teacher_device)"
     )
     if estimate.total > free:
-        yield failure("memory", words, way_out)
+        yield failure("memory", words, remedy)
     elif estimate.total > TIGHT * free:
-        yield warning("memory", words, way_out)
+        yield warning("memory", words, remedy)
     else:
         yield passed("memory", words)
 
@@ -145,11 +145,11 @@ def _disk(case: Case, sizes: Sizes) -> Iterator[Finding]:
     nearest = next(folder for folder in (case.folder, *case.folder.absolute().parents) if folder.exists())
     free = shutil.disk_usage(nearest).free
     words = f"{kept} checkpoints of {gigabytes(each)} in {case.folder}; free: {gigabytes(free)}"
-    way_out = "free some space, put the run on another disk (--out), or lower checkpoint.keep"
+    remedy = "free some space, put the run on another disk (--out), or lower checkpoint.keep"
     if each * kept > free:
-        yield failure("disk", words, way_out)
+        yield failure("disk", words, remedy)
     elif each * kept > TIGHT * free:
-        yield warning("disk", words, way_out)
+        yield warning("disk", words, remedy)
     else:
         yield passed("disk", words)
 

@@ -1,8 +1,8 @@
-"""For tests only: what verl needs on a machine without GPUs. Nothing of it is active unless `IWOPD_VERL_CPU=1` is set.
+"""For tests only: runs verl on a machine without GPUs. Inactive unless `IWOPD_VERL_CPU=1` is set.
 
-verl runs on accelerators and talks to vLLM or SGLang. Here a platform `cpu` stands for the accelerator (Ray hands out logical
-GPUs, one process each), gloo for NCCL, and servers around our own sampler and scorer for vLLM. Everything else is verl's:
-Ray actors, TransferQueue, agent loop, FSDP2 workers, weight sync, losses, checkpoints. Far too slow for anything but tests.
+verl needs accelerators, and vLLM or SGLang. Here a platform `cpu` replaces the accelerator (Ray assigns logical
+GPUs, one process each), gloo replaces NCCL, and servers around our own sampler and scorer replace vLLM. Everything else is
+verl's: Ray actors, TransferQueue, agent loop, FSDP2 workers, weight sync, losses, checkpoints. Only fast enough for tests.
 
 The plugin calls `install()` in every process that imports verl; a launch adds `environment()` and `overrides()`.
 """
@@ -15,12 +15,12 @@ VARIABLE = "IWOPD_VERL_CPU"
 
 
 def active() -> bool:
-    """Whether this process is to run verl without GPUs."""
+    """Whether this process runs verl without GPUs."""
     return os.environ.get(VARIABLE) == "1"
 
 
 def install() -> None:
-    """Register platform and rollout engine with verl, in this process. Call it before anything asks verl for its platform."""
+    """Register platform and rollout engine with verl, in this process. Call it before verl's platform is first used."""
     from iwopd.cluster.verl.testing import platform
 
     platform.install()
@@ -41,12 +41,12 @@ def environment() -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",  # Ray's 15 starves its workers on a machine that has other work, too
+        "RAY_worker_niceness": "0",  # Ray's default of 15 starves its workers on a busy machine
     }
 
 
 def overrides(gpus: int | None = None) -> list[str]:
-    """Hydra overrides of verl's settings, to stand behind all others. `gpus`: how many logical ones a local Ray gets."""
+    """Hydra overrides of verl's settings, to be placed after all others. `gpus`: number of logical GPUs of a local Ray."""
     settings: dict[str, object] = {
         "trainer.device": "cpu",
         "actor_rollout_ref.rollout.name": "hf",
@@ -72,6 +72,6 @@ def overrides(gpus: int | None = None) -> list[str]:
         }
     if gpus is not None:
         settings["ray_kwargs.ray_init.num_gpus"] = gpus
-        settings["ray_kwargs.ray_init.num_cpus"] = 16  # slots, not cores: every actor of verl wants one
+        settings["ray_kwargs.ray_init.num_cpus"] = 16  # slots, not cores: every verl actor needs one
     variables = {f"ray_kwargs.ray_init.runtime_env.env_vars.{name}": f"'{value}'" for name, value in environment().items()}
     return [f"++{name}={value}" for name, value in (settings | variables).items()]

@@ -18,10 +18,10 @@ NAME = "hf"
 
 
 def install() -> None:
-    """Register replica and adapter under the name `hf`; let tiny tokenizers pass."""
+    """Register replica and adapter under the name `hf`; allow tiny tokenizers."""
     RolloutReplicaRegistry.register(NAME, lambda: Replica)
     _ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.Adapter"
-    # verl expects Qwen's own tokens of every Qwen architecture; the tiny models' tokenizer of 21 ids has none of them.
+    # verl expects Qwen's own tokens for every Qwen architecture; the tiny models' tokenizer of 21 ids has none of them.
     _MODEL_TYPE_TO_FAMILY["qwen3"] = ContinuousTokenModelFamily.DEFAULT
 
 
@@ -47,7 +47,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
 
 
 class Adapter(BaseRollout):  # type: ignore[misc]
-    """The trainer's side of weight sync. Every rank gathers the weights, the first of a replica sends them."""
+    """The trainer's side of weight sync. Every rank gathers the weights, the first rank of a replica sends them."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)

@@ -1,4 +1,4 @@
-"""A platform `cpu` for verl, and the places where torch on gloo needs other words than on NCCL, or asks for an accelerator."""
+"""A platform `cpu` for verl, and patches of torch where gloo differs from NCCL or an accelerator is required."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def install() -> None:
 
 
 class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
-    """The CPU as one accelerator a process: memory is 0, streams and caches are nobody's."""
+    """The CPU as one accelerator per process, without memory, streams and caches."""
 
     @property
     def device_name(self) -> str:
@@ -42,16 +42,16 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
         return True
 
     def current_device(self) -> Any:
-        return torch.device("cpu")  # verl hands it to `.to()` and `device=`, where an index would mean a GPU
+        return torch.device("cpu")  # verl passes it to `.to()` and `device=`, where an index would mean a GPU
 
     def device_count(self) -> int:
         return 1
 
     def set_device(self, device_index: int) -> None:
-        """There is one."""
+        """There is only one."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """A CPU is always done."""
+        """Nothing to wait for on a CPU."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -85,7 +85,7 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
         """No profiler."""
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # logical ones: `ray start --num-gpus` believes what it is told
+        return "GPU"  # logical ones: `ray start --num-gpus` does not check
 
     def ray_noset_envvars(self) -> list[str]:
         return []
@@ -98,7 +98,7 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
 
 
 def _device_module() -> ModuleType:
-    """What verl calls on `torch.cuda`, for a device without memory of its own. (`torch.cpu` has too little.)"""
+    """The functions of `torch.cuda` that verl calls, for a device without memory. (`torch.cpu` lacks some.)"""
     module = ModuleType("iwopd_verl_cpu_device")
     nothing = lambda *_, **__: None  # noqa: E731
     zero = lambda *_, **__: 0  # noqa: E731
@@ -122,7 +122,7 @@ _DEVICE = _device_module()
 
 
 def _one_backend_a_device(start: Any) -> Any:
-    """Make one of "cpu:gloo,<device>:<backend>", what verl asks for: here twice the same device, which torch refuses."""
+    """Keep one backend: verl requests "cpu:gloo,<device>:<backend>", which here names one device twice, which torch refuses."""
 
     @wraps(start)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

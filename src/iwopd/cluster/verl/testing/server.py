@@ -1,7 +1,7 @@
-"""A model behind verl's server interface: the student's samples with their log-probs, or a teacher's scores of given ids.
+"""A model with verl's server interface: the student's samples with their log-probs, or a teacher's scores of given ids.
 
-Requests come one by one; those that wait go through the model together. A sample's noise depends on (seed, step, prompt,
-which sample of it), as in the local engine: a resumed run draws what the other one would have drawn.
+Requests arrive one by one; waiting ones are batched. A sample's noise depends on (seed, step, prompt,
+sample), as in the local engine, so a resumed run draws the same samples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GATHERING_SECONDS = 0.1
 class _Request:
     prompt: Prompt
     settings: SamplingSettings | None
-    """None: the ids are to be scored, not continued."""
+    """None: score the ids instead of continuing them."""
     limit: int
     answer: asyncio.Future[TokenOutput]
 
@@ -53,7 +53,7 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def address(self) -> str:
-        """A name for verl's load balancer; nothing listens there."""
+        """A name for verl's load balancer; not a network address."""
         import ray
 
         return f"hf-{ray.get_runtime_context().get_actor_id()}"
@@ -74,7 +74,7 @@ class Server:
         return await request.answer
 
     async def update_weights(self, weights: dict[str, Tensor], step: int | None) -> None:
-        """Take over the trainer's weights, all of them."""
+        """Load all of the trainer's weights."""
         async with self._busy:
             names = {name for name, _ in self._model.named_parameters()}  # tied ones once
             if lost := names - weights.keys():
@@ -86,7 +86,7 @@ class Server:
             self._drawn.clear()
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Which weights these are."""
+        """Set the step of the current weights."""
         self._step = global_steps
 
     async def nothing(self, *_: Any, **__: Any) -> None:
@@ -119,7 +119,7 @@ class Server:
             for settings, requests in by_settings.items():
                 try:
                     outputs = await asyncio.to_thread(self._outputs, settings, requests)
-                except Exception as error:  # the asker's to handle; the server goes on
+                except Exception as error:  # the caller handles it; the server continues
                     for request in requests:
                         request.answer.set_exception(error)
                 else:
@@ -144,7 +144,7 @@ class Server:
         ]
 
     def _scores(self, prompts: list[Prompt]) -> list[TokenOutput]:
-        """As verl wants them: entry t is about token t + 1, the last one is filler."""
+        """Scores in verl's layout: entry t is for token t + 1, the last one is padding."""
         given = [
             Rollout(
                 Prompt(prompt.id, prompt.token_ids[:1]),
@@ -169,11 +169,11 @@ class Server:
 
 
 class StudentServer(Server):
-    """By this name in the list of processes."""
+    """Its name shows in the list of processes."""
 
 
 class TeacherServer(Server):
-    """By this name in the list of processes."""
+    """Its name shows in the list of processes."""
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> set[int]:
