@@ -46,18 +46,15 @@ def models() -> Iterator[str]:
         yield f"| {name} | {sizes} | {cell / 1e3:.0f} kB | {longest:.1f} GB |"
 
 
-HEAD = (
-    "| set-up | weights and Adam | gradients | teacher | bfloat16 copies | activations | head | one row | needed | fits | rows |\n"
-    + "| --- " * 11
-    + "|"
-)
+COLUMNS = "weights and Adam | gradients | teacher | bfloat16 copies | activations | head | one row | needed | fits | rows"
+HEAD = f"| set-up | {COLUMNS} |\n" + "| --- " * 11 + "|"
 
 
 def _local(words: str, work: Workload, gpu: Gpu) -> str:
     layout = local_layout(work, gpu)
     (need,) = layout.needs
     named = ("gradients", "teachers", "autocast copies", "activations", "head", "cache")
-    cells = [need.parts["weights"] + need.parts["Adam"], *(need.parts[name] for name in named), need.needed]
+    cells = [need.parts["weights"] + need.parts["adam"], *(need.parts[name] for name in named), need.needed]
     rows = f"{layout.cache_tokens // work.longest:.0f}" if layout.fits else "-"
     return f"| {words} | " + " | ".join(f"{cell / GB:.1f}" for cell in cells) + f" | {need.verdict} | {rows} |"
 

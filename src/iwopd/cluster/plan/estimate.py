@@ -153,7 +153,7 @@ def step_time(work: Workload, layout: Layout, rates: Rates) -> StepTime:
         old_logprobs=forward,
         reference=forward if config.method.needs_reference else 0.0,
         update=config.optim.ppo_epochs * max(computing, sending, (4 if recompute else 3) * launching),
-        weight_sync=student.count.total * _writing_bytes(work, layout) / rates.sync if _has_engine(work, layout) else 0.0,
+        weight_sync=student.count.total * work.writing_bytes(layout.trainer) / rates.sync if _has_engine(work, layout) else 0.0,
         other=rates.step_seconds if layout.trainer == "verl" else 0.0,
         rows=rows,
         rollout_limit=limit,
@@ -164,11 +164,6 @@ def step_time(work: Workload, layout: Layout, rates: Rates) -> StepTime:
 def _has_engine(work: Workload, layout: Layout) -> bool:
     """Whether rollouts are written by another engine than the trainer's own sampler."""
     return layout.trainer == "verl" or work.writer != "sampler"
-
-
-def _writing_bytes(work: Workload, layout: Layout) -> int:
-    """Of a number in the weights and the cache that write the rollouts."""
-    return work.engine_bytes(layout.trainer) if _has_engine(work, layout) else work.weight_bytes
 
 
 def _training_rate(model: ModelShape, rates: Rates) -> float:
@@ -191,7 +186,7 @@ def _rollout(work: Workload, layout: Layout, rates: Rates) -> tuple[float, int, 
     lengths = answer_lengths(mine, work.answer, work.longest_answer, everyone=work.rollouts)
     room = int(layout.cache_tokens // (work.prompt + work.answer))
     rows = max(1, min(room, mine, MOST_ROWS if engine else mine))
-    size = _writing_bytes(work, layout)
+    size = work.writing_bytes(layout.trainer)
     how = {"shards": shards, "prompt": work.prompt, "most_rows": rows, "number_bytes": size}
     seconds = decode_seconds(student, gpu, rates, lengths=lengths, **how)
     reading = mine * forward_flops(student, work.prompt, 1) / (shards * gpu.flops * _scoring_rate(student, rates))

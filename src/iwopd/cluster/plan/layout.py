@@ -139,7 +139,7 @@ def _on_verl(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_g
         return
     for rollout_shards in _divisors(work.engine_shards, split.student.gpus_per_node):
         memory = work.on_verl(gpus=split.student.gpus, engine_shards=rollout_shards, gpu_memory=gpu.memory)
-        token = work.student.cache_elements * work.engine_bytes("verl") / rollout_shards
+        token = work.student.cache_elements * work.writing_bytes("verl") / rollout_shards
         writing = _rollouts_need(work, gpu, memory, work.longest * token)
         yield Layout(
             trainer="verl",
@@ -153,7 +153,7 @@ def _on_verl(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_g
             teacher_shards=teacher_shards,
             teacher_copies=split.teacher_replicas,
             needs=(_update_need(gpu, memory), writing, *teachers),
-            cache_tokens=memory.cache / token,
+            cache_tokens=memory.writer.cache / token,
             largest_share=(gpu.memory / 1.1 - (0.0 if memory.offloaded else memory.state)) / gpu.memory,
         )
         if writing.verdict != "no":
@@ -194,12 +194,12 @@ def _update_need(gpu: Gpu, memory: StepMemory) -> Need:
 def _rollouts_need(work: Workload, gpu: Gpu, memory: StepMemory, row: float) -> Need:
     """row: bytes of the longest answer's cache."""
     share = work.engine_share
-    if memory.cache < row:  # not even one longest answer: the share is too small
+    if memory.writer.cache < row:  # not even one longest answer: the share is too small
         return Need(
             who="student, rollouts",
-            needed=memory.engine + memory.working + row,
+            needed=memory.writer.weights + memory.writer.working + row,
             available=share * gpu.memory,
-            parts=memory.rollout_parts | {"cache": 0.0, "one longest answer": row},
+            parts=memory.writer.parts | {"cache": 0.0, "one longest answer": row},
             remedy=f"raise vllm.memory_share (now {share:g}) or vllm.tensor_parallel, or lower rollout.max_tokens",
             margin=1.0,
         )
@@ -207,7 +207,7 @@ def _rollouts_need(work: Workload, gpu: Gpu, memory: StepMemory, row: float) -> 
         who="student, rollouts",
         needed=memory.rollouts,
         available=gpu.memory,
-        parts={"training state": 0.0 if memory.offloaded else memory.state, **memory.rollout_parts},
+        parts={"training state": 0.0 if memory.offloaded else memory.state, **memory.writer.parts},
         remedy=f"lower vllm.memory_share (now {share:g}), set cluster.offload = true, or use more GPUs for the student",
         margin=ENGINE_MARGIN,
     )
@@ -233,8 +233,8 @@ def local_layout(work: Workload, gpu: Gpu) -> Layout:
     """One GPU, this package's trainer: student and teachers together, unless these are elsewhere."""
     memory = work.on_one_device(memory=gpu.memory)
     free = gpu.memory / MARGIN - memory.state
-    own_engine = work.writer == "engine"
-    token = work.student.cache_elements * (work.engine_bytes("local") if own_engine else work.weight_bytes)
+    cache = memory.writer.cache if work.writer == "engine" else free / 2
+    token = work.student.cache_elements * work.writing_bytes("local")
     need = Need(
         who="the GPU",
         needed=memory.total,
@@ -247,6 +247,6 @@ def local_layout(work: Workload, gpu: Gpu) -> Layout:
         trainer="local",
         gpu=gpu,
         needs=(need,),
-        cache_tokens=max((memory.cache if own_engine else free / 2) / token, float(work.longest)),
+        cache_tokens=max(cache / token, float(work.longest)),
         largest_share=free / gpu.memory,
     )

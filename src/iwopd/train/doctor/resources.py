@@ -46,8 +46,9 @@ def step_memory(case: Case, configs: Mapping[str, Any]) -> StepMemory:
         teachers=shapes,
         longest=case.longest_prompt + (case.max_response or 0),
     )
-    total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
-    return run.on_one_device(gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0, memory=total)
+    if not torch.cuda.is_available():
+        return run.on_one_device(gpus=0)
+    return run.on_one_device(gpus=torch.cuda.device_count(), memory=torch.cuda.mem_get_info()[1])
 
 
 def _configs(case: Case) -> tuple[dict[str, Any], list[str]]:

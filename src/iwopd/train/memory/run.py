@@ -19,6 +19,7 @@ from iwopd.train.memory.step import (
     StepMemory,
     Stored,
     Student,
+    WriterMemory,
 )
 
 
@@ -52,7 +53,7 @@ class RunShape:
     @property
     def compute_bytes(self) -> int:
         """Of activations."""
-        return min(self.weight_bytes, 2) if self.config.precision == "bf16" else self.weight_bytes
+        return 2 if self.config.precision == "bf16" else self.weight_bytes
 
     @property
     def teacher_bytes(self) -> int:
@@ -93,8 +94,10 @@ class RunShape:
         """Bytes of the engine's cache, where they are set."""
         return None if self.config.vllm.cache_gb is None else self.config.vllm.cache_gb * 2**30
 
-    def engine_bytes(self, trainer: Literal["local", "verl"]) -> int:
-        """Of a parameter in the engine's copy of the student; verl's engine follows `precision`, ours does not."""
+    def writing_bytes(self, trainer: Literal["local", "verl"]) -> int:
+        """Of a number in the writer's weights and cache; verl's engine follows `precision`, the local trainer's do not."""
+        if trainer == "local" and self.writer == "sampler":
+            return self.weight_bytes
         half = trainer == "verl" and self.config.precision == "bf16"
         return DTYPE_BYTES[self.config.vllm.dtype or ("bfloat16" if half else self.config.models.dtype)]
 
@@ -110,48 +113,44 @@ class RunShape:
             gradient_checkpointing=self.config.optim.gradient_checkpointing,
         )
 
-    def on_one_device(self, *, gpus: int = 1, memory: float | None = None) -> StepMemory:
+    def on_one_device(self, *, gpus: int = 1, memory: float = 0.0) -> StepMemory:
         """The local trainer's device, which holds student, teachers and reference.
 
         gpus: that the process sees; 0: it runs on a CPU. memory: bytes of the GPU, of which an engine takes its share.
         Of the sampler's cache, a GPU must hold one row: more are under way if there is room. A CPU's has a fixed budget.
         """
-        here = self.teacher_share(gpus)
-        engine = Stored(self.student, self.engine_bytes("local")) if self.writer == "engine" else None
-        working = ENGINE_WORKING if engine is not None and gpus else 0.0
-        row = self.longest * self.student.cache_elements * (self.weight_bytes if engine is None else engine.number_bytes)
-        if engine is not None:
-            share = 2**30 if not gpus else self.engine_share * (memory or 0.0) - engine.weights - working
-            cache = self.engine_cache or max(share, row)
-        elif self.writer == "sampler":
-            cache = row * (1 if gpus else max(1, min(self.rollouts, CACHE_BYTES_CPU // row)))
-        else:
-            cache = 0.0
+        share = self.teacher_share(gpus)
         return DeviceLoad(
             self._trained,
             self.micro_batch,
-            teachers=tuple(Stored(teacher, self.teacher_bytes, here) for teacher in self.teachers.values()),
+            teachers=tuple(Stored(teacher, self.teacher_bytes, share) for teacher in self.teachers.values()),
             reference=None if self.reference is None else Stored(self.reference, self.weight_bytes),
             on_gpu=gpus > 0,
-            engine=engine,
-            engine_working=working,
-            engine_stays=engine is not None and not self.engine_sleeps,
-            cache=cache,
+            writer=self._writer(gpus > 0, memory),
         ).memory
+
+    def _writer(self, on_gpu: bool, memory: float) -> WriterMemory:
+        if self.writer == "elsewhere":
+            return WriterMemory()
+        row = self.longest * self.student.cache_elements * self.writing_bytes("local")
+        if self.writer == "sampler":
+            return WriterMemory(cache=row * (1 if on_gpu else max(1, min(self.rollouts, CACHE_BYTES_CPU // row))))
+        weights = Stored(self.student, self.writing_bytes("local")).weights
+        working = ENGINE_WORKING if on_gpu else 0.0
+        room = self.engine_share * memory - weights - working if on_gpu else 2**30
+        return WriterMemory(weights, working, self.engine_cache or max(room, row), stays=not self.engine_sleeps)
 
     def on_verl(self, *, gpus: int, engine_shards: int, gpu_memory: float) -> StepMemory:
         """One of the student's `gpus` GPUs on verl, with rollout engines of `engine_shards` GPUs that sleep in the update."""
-        engine = Stored(self.student, self.engine_bytes("verl"), 1 / engine_shards)
-        room = self.engine_share * gpu_memory - engine.weights - ENGINE_WORKING
+        weights = Stored(self.student, self.writing_bytes("verl"), 1 / engine_shards).weights
+        room = self.engine_share * gpu_memory - weights - ENGINE_WORKING
         return DeviceLoad(
             self._trained,
             -(-self.micro_batch // self.config.cluster.sequence_parallel),
             reference=None if self.reference is None else Stored(self.reference, self.weight_bytes, 1 / gpus),
             trainer="verl",
             shards=gpus,
-            engine=engine,
-            engine_working=ENGINE_WORKING,
-            cache=max(0.0, room),
+            writer=WriterMemory(weights, ENGINE_WORKING, max(0.0, room)),
             offloaded=self.config.cluster.offload,
         ).memory
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from iwopd.algo.head import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
@@ -77,31 +77,55 @@ class Student:
 
 
 @dataclass(frozen=True)
+class WriterMemory:
+    """Bytes of what writes the rollouts on this device."""
+
+    weights: float = 0.0
+    """A rollout engine's own copy of the student."""
+    working: float = 0.0
+    cache: float = 0.0
+    """Keys and values of the rollouts under way."""
+    stays: bool = False
+    """It keeps all of this through the update."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {"engine's weights": self.weights, "engine's working": self.working, "cache": self.cache}
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.working + self.cache
+
+
+@dataclass(frozen=True)
 class StepMemory:
     """Bytes of one step on one device, by what they hold."""
 
     weights: float
     adam: float
+    gradients: float
     teachers: float
     reference: float
-    gradients: float
     autocast_copies: float
     activations: float
     """Of one micro-batch."""
     head: float
     """Logits that exist at one time, and the gradient of the output matrix."""
-    gathered: float
+    gathered_layers: float
     """On verl: what FSDP makes whole for the moment (two layers, embedding and output matrix), with its gradients."""
-    engine: float
-    """The rollout engine's own copy of the weights."""
-    working: float
-    """What the rollout engine needs besides weights and cache."""
-    cache: float
-    """Keys and values of the rollouts under way."""
-    engine_stays: bool = False
-    """The rollout engine keeps its memory through the update."""
-    offloaded: bool = False
+    writer: WriterMemory
+    offloaded: bool
     """The training state leaves the device while rollouts are written."""
+
+    @property
+    def update_parts(self) -> dict[str, float]:
+        """By name, those of 0 bytes, too."""
+        sizes = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+        return {name: size for name, size in sizes.items() if name not in ("writer", "offloaded")}
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return self.update_parts | self.writer.parts
 
     @property
     def state(self) -> float:
@@ -111,13 +135,12 @@ class StepMemory:
     @property
     def update(self) -> float:
         """While the update runs."""
-        own = self.gradients + self.autocast_copies + self.activations + self.head + self.gathered
-        return self.state + own + (self._rollout_engine if self.engine_stays else 0.0)
+        return sum(self.update_parts.values()) + (self.writer.total if self.writer.stays else 0.0)
 
     @property
     def rollouts(self) -> float:
         """While the rollouts are written."""
-        return (0.0 if self.offloaded else self.state) + self._rollout_engine
+        return (0.0 if self.offloaded else self.state) + self.writer.total
 
     @property
     def total(self) -> float:
@@ -128,33 +151,6 @@ class StepMemory:
     def checkpoint(self) -> float:
         """Bytes of a checkpoint: the trained weights, as large as their gradients, and Adam's moments."""
         return self.gradients + self.adam
-
-    @property
-    def _rollout_engine(self) -> float:
-        return self.engine + self.working + self.cache
-
-    @property
-    def update_parts(self) -> dict[str, float]:
-        return {
-            "weights": self.weights,
-            "Adam": self.adam,
-            "gradients": self.gradients,
-            "teachers": self.teachers,
-            "reference": self.reference,
-            "autocast copies": self.autocast_copies,
-            "activations": self.activations,
-            "head": self.head,
-            "gathered layers": self.gathered,
-        }
-
-    @property
-    def rollout_parts(self) -> dict[str, float]:
-        return {"engine's weights": self.engine, "engine's working": self.working, "cache": self.cache}
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """By name; those of 0 bytes, too."""
-        return self.update_parts | self.rollout_parts
 
 
 @dataclass(frozen=True)
@@ -171,33 +167,24 @@ class DeviceLoad:
     shards: int = 1
     """Devices over which student, gradients and moments are spread."""
     on_gpu: bool = True
-    engine: Stored | None = None
-    """A rollout engine's own copy of the student."""
-    engine_working: float = 0.0
-    engine_stays: bool = False
-    cache: float = 0.0
+    writer: WriterMemory = WriterMemory()
     offloaded: bool = False
 
     @property
     def memory(self) -> StepMemory:
         student, count, spread = self.student, self.student.shape.count, self.trainer == "verl"
-        gathered = 2 * student.compute_bytes * (count.outside + 2 * count.largest_layer)
+        kept = student.shape.activation_elements(student.gradient_checkpointing)
         return StepMemory(
             weights=student.weights / self.shards,
             adam=2 * student.gradients / self.shards,
+            gradients=student.gradients / self.shards,
             teachers=sum(teacher.weights for teacher in self.teachers),
             reference=0.0 if self.reference is None else self.reference.weights,
-            gradients=student.gradients / self.shards,
             autocast_copies=0.0 if spread else student.autocast_copies,
-            activations=self.micro_batch_tokens
-            * student.shape.activation_elements(student.gradient_checkpointing)
-            * student.compute_bytes,
+            activations=self.micro_batch_tokens * kept * student.compute_bytes,
             head=self._logits + (0 if student.adapter else 4 * count.head),  # that gradient is summed in float32
-            gathered=gathered if spread else 0.0,
-            engine=0.0 if self.engine is None else self.engine.weights,
-            working=self.engine_working,
-            cache=self.cache,
-            engine_stays=self.engine_stays,
+            gathered_layers=2 * student.compute_bytes * (count.outside + 2 * count.largest_layer) if spread else 0.0,
+            writer=self.writer,
             offloaded=self.offloaded,
         )
 
@@ -237,9 +224,5 @@ class ScoringMemory:
 
     @property
     def parts(self) -> dict[str, float]:
-        return {
-            "weights": self.weights,
-            "one longest answer": self.cache,
-            "logits": self.logits,
-            "engine's working": self.working,
-        }
+        sizes = {"weights": self.weights, "one longest answer": self.cache}
+        return sizes | {"logits": self.logits, "engine's working": self.working}
