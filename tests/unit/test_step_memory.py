@@ -20,9 +20,10 @@ from iwopd.cluster.plan.public_models import PUBLIC, make_config
 from iwopd.config import Config, Lora, Optim, load_config
 from iwopd.tiny.models import new_model
 from iwopd.train.doctor.case import Case, open_case
+from iwopd.train.doctor.findings import Finding
 from iwopd.train.doctor.resources import check_resources, step_memory
 from iwopd.train.loading import world_recipe
-from iwopd.train.memory import DeviceLoad, ModelShape, Stored, Student
+from iwopd.train.memory import DeviceLoad, ModelShape, StepMemory, Stored, Student
 from models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -169,8 +170,13 @@ def examined(config: Config, monkeypatch: pytest.MonkeyPatch) -> dict[str, float
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (int(H100.memory), int(H100.memory)))
-    seen: list[Any] = []
-    monkeypatch.setattr("iwopd.train.doctor.resources._memory", lambda memory, **_: seen.append(memory) or iter(()))
+    seen: list[StepMemory] = []
+
+    def judge(memory: StepMemory, **_: Any) -> list[Finding]:
+        seen.append(memory)
+        return []
+
+    monkeypatch.setattr("iwopd.train.doctor.resources._memory", judge)
     recipe = world_recipe(config)
     if recipe is None:
         list(check_resources(open_case(config, Path("run"))))

@@ -10,7 +10,7 @@ from iwopd.cluster.plan.gpus import Gpu, PlanError
 from iwopd.cluster.plan.workload import Workload
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.pools import Pools, pools
-from iwopd.train.memory import ModelShape, ScoringMemory, StepMemory
+from iwopd.train.memory import ModelShape, StepMemory
 
 MARGIN = 1.15
 """What the arithmetic leaves out (allocator's slack, CUDA context, communication buffers): docs/gpu.md says 10-20 %."""
@@ -214,18 +214,19 @@ def _rollouts_need(work: Workload, gpu: Gpu, memory: StepMemory, row: float) -> 
 
 
 def _teacher_need(work: Workload, name: str, teacher: ModelShape, gpu: Gpu, shards: int) -> Need:
-    """On one of a teacher's GPUs: weights and the cache of one longest sequence in the engine's share; the logits outside."""
-    share = work.config.cluster.teacher_memory_share
-    memory: ScoringMemory = work.scoring_on_verl(teacher, shards)
-    inside = memory.in_share > share * gpu.memory
+    """On one of a teacher's GPUs: the engine must keep to its share, and the logits come on top."""
+    share, parts = work.config.cluster.teacher_memory_share, work.scoring_on_verl(teacher, shards)
+    total = sum(parts.values())
+    engine = total - parts["logits"]
+    too_large = engine > share * gpu.memory
     return Need(
         who=name,
-        needed=memory.in_share if inside else memory.total,
-        available=share * gpu.memory if inside else gpu.memory,
-        parts=memory.parts,
+        needed=engine if too_large else total,
+        available=share * gpu.memory if too_large else gpu.memory,
+        parts=parts,
         remedy=f"raise cluster.teacher_tensor_parallel (here {shards}) or cluster.teacher_memory_share (now {share:g}), "
         "or use larger GPUs",
-        margin=1.0 if inside else ENGINE_MARGIN,
+        margin=1.0 if too_large else ENGINE_MARGIN,
     )
 
 

@@ -118,7 +118,7 @@ def _time(plan: Plan) -> Iterator[str]:
     tokens = work.rollouts * work.answer
     about = "assumed, set --response-tokens" if work.answer_assumed else "given"
     yield (
-        f"a step    {work.rollouts} rollouts, mean answer {work.answer:.0f} of at most {work.longest_answer} tokens ({about}), "
+        f"step      {work.rollouts} rollouts, mean answer {work.answer:.0f} of at most {work.longest_answer} tokens ({about}), "
         f"mean prompt {work.prompt} (assumed): {_count(tokens)} answer tokens"
     )
     yield f"{'stage':<24}{'seconds':>8}  {'low - high':<17}{'share':>6}"
@@ -190,7 +190,7 @@ def _bottleneck_words(plan: Plan) -> str:
         more = raised if engine else "put the teacher elsewhere, or train an adapter"
         return share + {
             "tail": "Most of it, the longest answers are written almost alone, and each token waits for the one before: more "
-            "GPUs hardly help. A lower rollout.max_tokens does, and more rollouts a step cost little",
+            "GPUs hardly help. A lower rollout.max_tokens does, and more rollouts per step cost little",
             "cache": f"The cache holds {time.rows} of an engine's {-(-work.rollouts // layout.engines)} answers at a time: "
             f"{more}, or use more GPUs for the student",
             "bandwidth": "Each decoded token reads the weights and the caches: faster memory or more GPUs for the student help",

@@ -15,11 +15,11 @@ from iwopd.train.memory.step import (
     ENGINE_WORKING,
     QUANTIZED_BYTES,
     DeviceLoad,
-    ScoringMemory,
     StepMemory,
     Stored,
     Student,
     WriterMemory,
+    scoring_parts,
 )
 
 
@@ -154,6 +154,6 @@ class RunShape:
             offloaded=self.config.cluster.offload,
         ).memory
 
-    def scoring_on_verl(self, teacher: ModelShape, shards: int) -> ScoringMemory:
+    def scoring_on_verl(self, teacher: ModelShape, shards: int) -> dict[str, float]:
         """One of the `shards` GPUs of a teacher's copy on verl, which writes one token after the longest answer."""
-        return ScoringMemory.of(Stored(teacher, self.teacher_bytes, 1 / shards), self.longest + 1)
+        return scoring_parts(Stored(teacher, self.teacher_bytes, 1 / shards), self.longest + 1)

@@ -197,32 +197,11 @@ class DeviceLoad:
         return 4 * min(twice, CHUNK_ELEMENTS_GPU if self.on_gpu else CHUNK_ELEMENTS_CPU)
 
 
-@dataclass(frozen=True)
-class ScoringMemory:
-    """Bytes of a teacher's vLLM engine on one GPU, as verl starts it."""
-
-    weights: float
-    cache: float
-    """Of one longest sequence."""
-    logits: float
-    """Of the tokens that are scored at once; outside the engine's share of the GPU."""
-    working: float = ENGINE_WORKING
-
-    @classmethod
-    def of(cls, teacher: Stored, longest: int) -> ScoringMemory:
-        shape = teacher.shape
-        cache = longest * shape.cache_elements * teacher.number_bytes * teacher.share
-        return cls(teacher.weights, cache, SCORED_TOKENS * shape.vocabulary * SCORED_BYTES)
-
-    @property
-    def in_share(self) -> float:
-        return self.weights + self.cache + self.working
-
-    @property
-    def total(self) -> float:
-        return self.in_share + self.logits
-
-    @property
-    def parts(self) -> dict[str, float]:
-        sizes = {"weights": self.weights, "one longest answer": self.cache}
-        return sizes | {"logits": self.logits, "engine's working": self.working}
+def scoring_parts(teacher: Stored, longest: int) -> dict[str, float]:
+    """Bytes by part of a teacher's vLLM engine on one GPU, as verl starts it; the logits lie outside the engine's share."""
+    return {
+        "weights": teacher.weights,
+        "one longest answer": longest * teacher.shape.cache_elements * teacher.number_bytes * teacher.share,
+        "engine's working": ENGINE_WORKING,
+        "logits": SCORED_TOKENS * teacher.shape.vocabulary * SCORED_BYTES,
+    }
