@@ -269,6 +269,25 @@ def test_a_gpu_of_ones_own() -> None:
         make_plan(workload(recipe, teacher__urls=["http://gpu:8000"]), GPUS["h100"], 2, 8)
 
 
+def test_several_teachers_share_the_prompts() -> None:
+    """Two alike take as long as one: side by side on half of the GPUs each, or one after the other on half of the prompts."""
+    twin = {"code": {"model": "Qwen/Qwen3-30B-A3B-Instruct-2507"}}
+    one, two = workload(), workload(teacher__others=twin)
+    assert list(two.teachers) == ["teacher", "teacher 'code'"]
+    split = [next(found for found in layouts(work, GPUS["h100"], 4, 8) if found.teacher_gpus == 16) for work in (one, two)]
+    assert [layout.teacher_copies for layout in split] == [8, 4]
+    times = [step_time(work, layout, TYPICAL) for work, layout in zip((one, two), split, strict=True)]
+    assert times[0].teacher == pytest.approx(times[1].teacher)
+    alone = [step_time(work, next(layouts(work, GPUS["b200"], 1, 1)), TYPICAL).teacher for work in (one, two)]
+    assert alone[0] == pytest.approx(alone[1])
+    said = report(make_plan(two, GPUS["h100"], 4, 8))
+    assert "teacher 'code' Qwen/Qwen3-30B-A3B-Instruct-2507: 30.53 B" in said
+    assert "16 for 2 teachers (4 copies of 2 each)" in said
+    served = workload(teacher__others={"code": {"urls": ["http://gpu:8000"]}})
+    with pytest.raises(PlanError, match=r"teacher\.others\.code\.urls is set"):
+        make_plan(served, GPUS["h100"], 4, 8)
+
+
 def test_what_would_fit_is_said() -> None:
     huge = workload(PAPER / "qwen3-30b-a3b-from-qwen3-235b-a22b-instruct-2507-iw-opd-math.toml")
     plan = make_plan(huge, GPUS["h100"], 1, 8)
