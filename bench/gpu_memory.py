@@ -8,94 +8,105 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from iwopd.cluster.plan.models import PUBLIC, make_config
-from iwopd.train.memory import GB, StepMemory, cache_elements, parameter_count, step_memory
+from iwopd.cluster.plan import GPUS, Gpu, Workload, make_plan, open_workload
+from iwopd.cluster.plan.layout import local_layout
+from iwopd.cluster.plan.public_models import PUBLIC, make_config
+from iwopd.config import make_config as make_settings
+from iwopd.train.memory import GB, ModelShape
 
 PROMPT, RESPONSE = 2048, 16384
 SHORT = 4096
 """Response length of the small set-ups."""
 
-
-CONFIGS: dict[str, Any] = {name: make_config(shape) for name, shape in PUBLIC.items()}
+SHAPES = {name: ModelShape.of(make_config(shape)) for name, shape in PUBLIC.items()}
 """Sizes of the public configs; the Instruct-2507 models have those of the model that they are named after."""
 
 
-def lora_size(config: Any, rank: int = 16) -> int:
-    """Parameters of an adapter on all linear layers of a dense model."""
-    heads, keys, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes = [(hidden, heads * width), (hidden, keys * width), (hidden, keys * width), (heads * width, hidden)]
-    shapes += [(hidden, inner), (hidden, inner), (inner, hidden)]
-    return int(config.num_hidden_layers * rank * sum(a + b for a, b in shapes))
+def workload(student: str, teacher: str, response: int = RESPONSE, /, **overrides: Any) -> Workload:
+    """One sequence per micro-batch, gradient checkpointing, bfloat16 autocast, the teacher in bfloat16."""
+    settings: dict[str, Any] = {
+        "precision": "bf16",
+        "models": {"student": student, "teacher": teacher, "teacher_dtype": "bfloat16"},
+        "data": {"prompts": "prompts.jsonl", "max_prompt_tokens": PROMPT},
+        "rollout": {"prompts_per_step": 1024, "max_tokens": response},
+        "optim": {"gradient_checkpointing": True, "token_budget": PROMPT + response},
+    }
+    for section, values in overrides.items():
+        settings[section] = {**settings.get(section, {}), **values}
+    return open_workload(make_settings(settings))
 
 
 def models() -> Iterator[str]:
-    yield "| model | parameters | float32 | bfloat16 | cache a token | cache of one longest sequence |"
+    yield "| model | parameters | float32 | bfloat16 | cache per token (bfloat16) | cache of one longest sequence |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for name, config in CONFIGS.items():
-        size, cell = parameter_count(config), 2 * cache_elements(config)
+    for name, shape in SHAPES.items():
+        size, cell = shape.count.total, 2 * shape.cache_elements
         longest = cell * (PROMPT + RESPONSE) / GB
         sizes = f"{size / 1e9:.2f} B | {4 * size / GB:.1f} GB | {2 * size / GB:.1f} GB"
         yield f"| {name} | {sizes} | {cell / 1e3:.0f} kB | {longest:.1f} GB |"
 
 
-def _row(words: str, needed: StepMemory, limit: float) -> str:
-    cells = (
-        needed.weights + needed.adam,
-        needed.gradients,
-        needed.teacher,
-        needed.activations,
-        needed.head,
-        needed.kv_cache,
-    )
-    verdict = "yes" if needed.total < 0.85 * limit * GB else "tight" if needed.total < limit * GB else "no"
-    return f"| {words} | " + " | ".join(f"{cell / GB:.1f}" for cell in cells) + f" | {needed.total / GB:.1f} | {verdict} |"
+COLUMNS = "weights and Adam | gradients | teacher | bfloat16 copies | activations | head | one row | needed | fits | rows"
+HEAD = f"| set-up | {COLUMNS} |\n" + "| --- " * 11 + "|"
 
 
-HEAD = (
-    "| set-up | weights and Adam | gradients | teacher | activations | head | cache | largest sum | fits |\n"
-    + "| --- " * 9
-    + "|"
-)
+def _local(words: str, work: Workload, gpu: Gpu) -> str:
+    layout = local_layout(work, gpu)
+    (need,) = layout.needs
+    named = ("gradients", "teachers", "autocast copies", "activations", "head", "cache")
+    cells = [need.parts["weights"] + need.parts["adam"], *(need.parts[name] for name in named), need.needed]
+    rows = f"{layout.cache_tokens // work.longest:.0f}" if layout.fits else "-"
+    return f"| {words} | " + " | ".join(f"{cell / GB:.1f}" for cell in cells) + f" | {need.verdict} | {rows} |"
+
+
+SERVER: dict[str, Any] = {"teacher": {"urls": ["http://teacher:8000"]}}
+HALF: dict[str, Any] = {"models": {"dtype": "bfloat16"}}
+LORA: dict[str, Any] = {**HALF, "lora": {"rank": 16}}
+QLORA: dict[str, Any] = {**HALF, "lora": {"rank": 16, "quantize": "4bit"}}
 
 
 def one_small() -> Iterator[str]:
-    """One GPU of 24 GB, answers of up to 4096 tokens, 8 rows under way."""
-    tokens, cached = PROMPT + SHORT, 8 * (PROMPT + SHORT)
-    teacher = CONFIGS["Qwen3-4B"]
+    """This trainer on one GPU of 24 GB, answers of up to 4096 tokens."""
     yield HEAD
     for name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"):
-        student = CONFIGS[name]
-        options: dict[str, Any] = {"micro_batch_tokens": tokens, "cached_tokens": cached}
-        yield _row(f"{name}, all weights, teacher 4B here", step_memory(student, teacher, **options), 24)
-        yield _row(f"{name}, all weights, teacher behind a server", step_memory(student, **options), 24)
-        adapter = {**options, "weight_bytes": 2, "trained": lora_size(student)}
-        yield _row(f"{name}, LoRA rank 16, teacher 4B here", step_memory(student, teacher, **adapter), 24)
-    quantised = {**options, "weight_bytes": 0.55, "trained": lora_size(student)}
-    yield _row("Qwen3-4B, QLoRA rank 16, teacher 4B here", step_memory(student, teacher, **quantised), 24)
+        for words, settings in (
+            ("float32, teacher 4B here", {}),
+            ("float32, teacher behind a server", SERVER),
+            ("bfloat16, teacher 4B here", HALF),
+            ("LoRA rank 16, teacher 4B here", LORA),
+        ):
+            yield _local(f"{name}, {words}", workload(name, "Qwen3-4B", SHORT, **settings), GPUS["rtx4090"])
+    yield _local("Qwen3-4B, QLoRA rank 16, teacher 4B here", workload("Qwen3-4B", "Qwen3-4B", SHORT, **QLORA), GPUS["rtx4090"])
+
+
+def one_large() -> Iterator[str]:
+    """This trainer on one GPU of 80 GB, at the paper's lengths."""
+    yield HEAD
+    for name, teacher in (("Qwen3-0.6B", "Qwen3-4B"), ("Qwen3-1.7B", "Qwen3-4B"), ("Qwen3-4B", "Qwen3-30B-A3B")):
+        yield _local(f"{name} from {teacher}", workload(name, teacher), GPUS["h100"])
+    yield _local("Qwen3-4B, teacher behind a server", workload("Qwen3-4B", "Qwen3-4B", **SERVER), GPUS["h100"])
 
 
 def eight_large() -> Iterator[str]:
-    """Eight GPUs of 80 GB, per GPU, at the paper's lengths; weights and moments spread over all eight, 8 rows under way."""
-    tokens, cached = PROMPT + RESPONSE, 8 * (PROMPT + RESPONSE)
-    yield HEAD
-    for name, guide in [
+    """Verl on eight GPUs of 80 GB, at the paper's lengths, in the split that the plan chooses."""
+    yield "| pair | GPUs of student and teacher | student, update | student, rollouts | teacher | fits |"
+    yield "| --- " * 6 + "|"
+    for name, teacher in [
         ("Qwen3-0.6B", "Qwen3-4B"),
         ("Qwen3-4B", "Qwen3-4B"),
         ("Qwen3-0.6B", "Qwen3-30B-A3B"),
         ("Qwen3-4B", "Qwen3-30B-A3B"),
         ("Qwen3-30B-A3B", "Qwen3-235B-A22B"),
     ]:
-        needed = step_memory(CONFIGS[name], CONFIGS[guide], micro_batch_tokens=tokens, cached_tokens=cached, shards=8)
-        yield _row(f"{name} from {guide}", needed, 80)
-    alone = step_memory(CONFIGS["Qwen3-4B"], CONFIGS["Qwen3-30B-A3B"], micro_batch_tokens=tokens, cached_tokens=cached)
-    yield _row("Qwen3-4B from Qwen3-30B-A3B, nothing spread (this trainer)", alone, 80)
-    small = step_memory(CONFIGS["Qwen3-1.7B"], CONFIGS["Qwen3-4B"], micro_batch_tokens=tokens, cached_tokens=cached)
-    yield _row("Qwen3-1.7B from Qwen3-4B, nothing spread (this trainer)", small, 80)
-    server = step_memory(CONFIGS["Qwen3-4B"], micro_batch_tokens=tokens, cached_tokens=cached)
-    yield _row("Qwen3-4B, teacher behind a server, nothing spread (this trainer)", server, 80)
+        layout = make_plan(workload(name, teacher), GPUS["h100"], 1, 8).layout
+        cells = " | ".join(f"{need.needed / GB:.1f}" for need in layout.needs)
+        verdicts = {need.verdict for need in layout.needs}
+        verdict = next(word for word in ("no", "tight", "yes") if word in verdicts)
+        yield f"| {name} from {teacher} | {layout.student_gpus} + {layout.teacher_gpus} | {cells} | {verdict} |"
 
+
+TABLES = (models, one_small, one_large, eight_large)
 
 if __name__ == "__main__":
-    for table in (models, one_small, eight_large):
+    for table in TABLES:
         print(*table(), sep="\n", end="\n\n")

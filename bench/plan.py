@@ -4,9 +4,9 @@
     python bench/plan.py --published   # only the comparison with published figures (no measuring)
 
 Measured here: FLOPs of update, scores and decoding by torch's counter against the formula (they must be equal); memory of an
-update by the process's resident size against `step_memory` (5 % below to 45 % above it); and which share of the CPU's own
-matrix-product rate and memory bandwidth the stages reach, for what it is worth. What only a GPU can show stays an assumption,
-and is compared with what others published instead. Exit code 1 if a check fails.
+update by the process's resident size against `iwopd.train.memory` (5 % below to 45 % above it); and which share of the CPU's
+own matrix-product rate and memory bandwidth the stages reach, for what it is worth. What only a GPU can show stays an
+assumption, and is compared with what others published instead. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from iwopd.cluster.plan.gpus import GPUS, Gpu
-from iwopd.cluster.plan.models import Model, PublicShape, describe, make_config, public_config
+from iwopd.cluster.plan.public_models import PublicShape, make_config, public_config
 from iwopd.cluster.plan.rates import FAST, SLOW, TYPICAL, Rates
 from iwopd.cluster.plan.rollouts import answer_lengths, decode_seconds, step_seconds
 from iwopd.cluster.plan.work import all_flops, decode_bytes, decode_flops, forward_flops, update_flops
+from iwopd.train.memory import DeviceLoad, ModelShape, Student
 
 LEAST, MOST = 0.95, 1.45
 """Predicted by measured memory. The parts that are added up do not all meet, so the sum is above what is ever in use."""
@@ -134,7 +135,7 @@ def counted_flops(work: Callable[[], Any]) -> int:
     return int(counter.get_total_flops())
 
 
-def rotary_flops(model: Model, tokens: int) -> int:
+def rotary_flops(model: ModelShape, tokens: int) -> int:
     """The angles of the positions: a product that torch counts and the formula leaves out (32 FLOPs a token here)."""
     return 2 * (int(model.config.head_dim) // 2) * tokens
 
@@ -146,7 +147,7 @@ def flops() -> Iterator[tuple[str, float, float]]:
     for name, experts in (("dense", 0), ("experts", 8)):
         for checkpointing in (False, True):
             step = Step(make_model(128, 3, experts, "eager"), [answer], checkpointing)
-            model = describe(name, "", step.model.config)
+            model = ModelShape.of(step.model.config)
             again = ", recomputed" if checkpointing else ""
             formula = update_flops(model, tokens, answer, recompute=checkpointing, causal=False)
             if checkpointing and not experts:  # torch stops before a layer's last product, which nothing needs
@@ -159,12 +160,12 @@ def flops() -> Iterator[tuple[str, float, float]]:
 
 
 def decoding_flops() -> tuple[float, float]:
-    """Formula and count of one decoding step of 4 rows behind 40 tokens, through the model's own forward."""
+    """Formula and count of one decoding step of 4 rows after 40 tokens, through the model's own forward."""
     import torch
     from transformers import DynamicCache
 
     transformer = make_model(128, 3, attention="eager").eval()
-    model = describe("dense", "", transformer.config)
+    model = ModelShape.of(transformer.config)
     cache = DynamicCache(config=transformer.config)
     ids = torch.randint(6, VOCABULARY, (4, 41))
     with torch.no_grad():
@@ -186,9 +187,6 @@ def memory_of(case: dict[str, Any]) -> tuple[float, float]:
     """Bytes of an update beside the weights: predicted, and by which the process grew at its peak. Runs in its own process."""
     import torch
 
-    from iwopd.algo.head import CHUNK_ELEMENTS_CPU
-    from iwopd.train.memory import step_memory
-
     torch.set_num_threads(1)
     step = Step(make_model(case["width"], case["layers"]), [case["answer"]], case["checkpointing"])
     Step(make_model(64, 1), [8]).update()  # what the first update of a process loads is not the step's
@@ -201,14 +199,10 @@ def memory_of(case: dict[str, Any]) -> tuple[float, float]:
     # Not ru_maxrss: a new process inherits there what its parent had.
     (peak_kb,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     peak = int(peak_kb) * 1024
-    needed = step_memory(
-        step.model.config,
-        micro_batch_tokens=PROMPT + case["answer"],
-        cached_tokens=0,
-        compute_bytes=4,
-        gradient_checkpointing=case["checkpointing"],
-        chunk_elements=min(CHUNK_ELEMENTS_CPU, 2 * case["answer"] * VOCABULARY),  # two buffers
+    student = Student(
+        ModelShape.of(step.model.config), number_bytes=4, compute_bytes=4, gradient_checkpointing=case["checkpointing"]
     )
+    needed = DeviceLoad(student, PROMPT + case["answer"], on_gpu=False).memory
     return needed.update - needed.weights, peak - before
 
 
@@ -232,7 +226,7 @@ def shares() -> Iterator[tuple[str, float]]:
     bandwidth = 4 * 2**25 / _fastest(lambda: block.sum())
     answers = [224, 160, 96, 64]
     step = Step(make_model(512, 6), answers)
-    model = describe("dense", "", step.model.config)
+    model = ModelShape.of(step.model.config)
     yield "update (FLOPs)", all_flops(model, PROMPT, answers, update=True) / _fastest(step.update, 2) / best
     yield "scores (FLOPs)", all_flops(model, PROMPT, answers) / _fastest(step.score, 2) / best
     rows, count = len(answers), max(answers)
@@ -256,11 +250,11 @@ def _fastest(work: Callable[[], Any], times: int = 3) -> float:
 
 H100, A100 = GPUS["h100"], GPUS["a100-80"]
 SHAPES = {
-    "Qwen3-8B": PublicShape(4096, 12288, 36, 32, tied=False),
-    "Qwen3-14B": PublicShape(5120, 17408, 40, 40, tied=False),
-    "Qwen3-32B": PublicShape(5120, 25600, 64, 64, tied=False),
-    "Llama-2-7B": PublicShape(4096, 11008, 32, 32, vocabulary=32000, key_heads=32, tied=False),
-    "Llama-3.1-8B": PublicShape(4096, 14336, 32, 32, vocabulary=128256, tied=False),
+    "Qwen3-8B": PublicShape(hidden=4096, inner=12288, layers=36, heads=32, tied=False),
+    "Qwen3-14B": PublicShape(hidden=5120, inner=17408, layers=40, heads=40, tied=False),
+    "Qwen3-32B": PublicShape(hidden=5120, inner=25600, layers=64, heads=64, tied=False),
+    "Llama-2-7B": PublicShape(hidden=4096, inner=11008, layers=32, heads=32, vocabulary=32000, key_heads=32, tied=False),
+    "Llama-3.1-8B": PublicShape(hidden=4096, inner=14336, layers=32, heads=32, vocabulary=128256, tied=False),
 }
 """Models of the measurements; a Llama differs from a Qwen3 of its shape by a few norms."""
 
@@ -281,8 +275,8 @@ DECODING = [
 """ML.ENERGY leaderboard, vLLM on H100, bfloat16 (source 1)."""
 
 
-def model_of(name: str) -> Model:
-    return describe(name, "", make_config(SHAPES[name]) if name in SHAPES else public_config(name))
+def model_of(name: str) -> ModelShape:
+    return ModelShape.of(make_config(SHAPES[name]) if name in SHAPES else public_config(name))
 
 
 Row = tuple[str, str, str, float, Callable[[Rates], float]]
@@ -294,7 +288,7 @@ def published() -> Iterator[Row]:
         model, context = model_of(name), rows * (300 + answer / 2)  # prompts of 300 tokens are an assumption
 
         def milliseconds(
-            rates: Rates, model: Model = model, gpus: int = gpus, rows: int = rows, context: float = context
+            rates: Rates, model: ModelShape = model, gpus: int = gpus, rows: int = rows, context: float = context
         ) -> float:
             return 1e3 * step_seconds(model, H100, rates, gpus, rows, context)
 

@@ -181,7 +181,7 @@ def test_settings_that_move_the_policy_are_named(tmp_path: Path) -> None:
 
 def test_too_little_memory_or_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = healthy(tmp_path)
-    monkeypatch.setattr("iwopd.train.doctor.resources.available_memory", lambda: (10**7, "machine"))
+    monkeypatch.setattr("iwopd.train.doctor.resources.available_memory", lambda: (10**6, "machine"))
     monkeypatch.setattr("iwopd.train.doctor.resources.shutil.disk_usage", lambda _: type("Disk", (), {"free": 10**5}))
     failed = {finding.check: finding.text() for finding in findings(settings, tmp_path) if finding.level == "fail"}
     assert failed.keys() == {"memory", "disk"}

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from iwopd.cluster.plan import GPUS, PlanError, as_dict, find_gpu, make_plan, open_job, report
+from iwopd.cluster.plan import GPUS, PlanError, as_dict, find_gpu, make_plan, open_workload, report
 from iwopd.cluster.plan.estimate import step_time
-from iwopd.cluster.plan.job import Job
 from iwopd.cluster.plan.layout import layouts
-from iwopd.cluster.plan.models import PUBLIC, Model, describe, make_config, public_config, read_model
+from iwopd.cluster.plan.public_models import PUBLIC, make_config, public_config, read_model
 from iwopd.cluster.plan.rates import FAST, SLOW, TYPICAL
 from iwopd.cluster.plan.rollouts import answer_lengths, decode_seconds, step_seconds
 from iwopd.cluster.plan.work import all_flops, decode_bytes, forward_flops, gathered_bytes, update_flops
+from iwopd.cluster.plan.workload import Workload
 from iwopd.config import load_config
 from iwopd.config import make_config as make_settings
 from iwopd.models import ModelSource
-from iwopd.train.memory import count_parameters
+from iwopd.train.memory import ModelShape
 from models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -42,13 +42,13 @@ def bench() -> ModuleType:
     return module
 
 
-def job(recipe: Path = RECIPE, response_tokens: float | None = None, **overrides: Any) -> Job:
+def workload(recipe: Path = RECIPE, response_tokens: float | None = None, **overrides: Any) -> Workload:
     settings = {name.replace("__", "."): value for name, value in overrides.items()}
-    return open_job(load_config(recipe, settings), response_tokens)
+    return open_workload(load_config(recipe, settings), response_tokens)
 
 
-def model(name: str) -> Model:
-    return describe(name, "", make_config(PUBLIC[name]))
+def model(name: str) -> ModelShape:
+    return ModelShape.of(make_config(PUBLIC[name]), name)
 
 
 # --- work -----------------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_memory_is_what_a_step_takes(bench: ModuleType) -> None:
 
 
 def test_work_by_hand() -> None:
-    small = describe("small", "", make_model("qwen3").config)  # 2 layers, width 32, 4 heads of 8, 2 key heads, inner 64, 21 ids
+    small = ModelShape.of(make_model("qwen3").config)  # 2 layers, width 32, 4 heads of 8, 2 key heads, inner 64, 21 ids
     layer = 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 64
     assert small.count.layers == small.count.active == 2 * layer
     assert small.count.head == 21 * 32
@@ -77,8 +77,8 @@ def test_work_by_hand() -> None:
     plain = forward_flops(small, 10, 0)
     assert update_flops(small, 10, 4, recompute=True) == 4 * plain + 6 * 21 * 32 * 4
     assert all_flops(small, 6, [4, 4]) == 2 * forward_flops(small, 10, 4)
-    assert small.cache_bytes == 2 * 2 * 2 * 2 * 8
-    assert decode_bytes(small, 3, 30) == 2 * (2 * layer + 21 * 32) + 30 * small.cache_bytes
+    assert small.cache_elements == 2 * 2 * 2 * 8
+    assert decode_bytes(small, 3, 30) == 2 * (2 * layer + 21 * 32) + 30 * 2 * small.cache_elements
     assert decode_bytes(small, 3, 30, 4, 4) == 2 * decode_bytes(small, 3, 30)
     assert gathered_bytes(small, recompute=False) == 8 * small.count.total
 
@@ -94,7 +94,7 @@ def test_what_a_decoding_step_reads_is_there() -> None:
         transformer(input_ids=torch.ones(3, 10, dtype=torch.long), past_key_values=cache)
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     matrices = sum(parameter.nbytes for parameter in transformer.parameters() if parameter.dim() == 2)  # tied: the head once
-    assert decode_bytes(describe("small", "", transformer.config), 3, 30, 4, 4) == matrices + kept
+    assert decode_bytes(ModelShape.of(transformer.config), 3, 30, 4, 4) == matrices + kept
 
 
 def test_experts_count_as_far_as_they_are_met() -> None:
@@ -110,7 +110,7 @@ def test_experts_count_as_far_as_they_are_met() -> None:
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])
 def test_parameters_by_use_add_up(kind: str) -> None:
     made = make_model(kind)
-    counted = count_parameters(made.config)
+    counted = ModelShape.of(made.config).count
     assert counted.total == sum(parameter.numel() for parameter in made.parameters())
     assert counted.head == made.get_output_embeddings().weight.numel()
     assert counted.layers < counted.total - counted.outside + 1
@@ -178,25 +178,25 @@ def test_a_local_folder_comes_before_the_table(tmp_path: Path, monkeypatch: pyte
 
 
 def test_pools_come_out_even() -> None:
-    for layout in layouts(job(), GPUS["h100"], 4, 8):
+    for layout in layouts(workload(), GPUS["h100"], 4, 8):
         assert layout.student_gpus + layout.teacher_gpus == 32
         assert 1024 % layout.student_gpus == 0
         assert layout.teacher_gpus % layout.teacher_shards == 0
         assert layout.teacher_gpus % 8 == 0 or layout.teacher_gpus % 4 == 0
     with pytest.raises(PlanError, match="no split of 2 x 8"):
-        list(layouts(job(rollout__prompts_per_step=7), GPUS["h100"], 2, 8))
-    with pytest.raises(PlanError, match=r"vllm\.tensor_parallel"):
-        list(layouts(job(engine__vllm__tensor_parallel=3), GPUS["h100"], 1, 8))
+        list(layouts(workload(rollout__prompts_per_step=7), GPUS["h100"], 2, 8))
+    with pytest.raises(PlanError, match=r"engine\.vllm\.tensor_parallel"):
+        list(layouts(workload(engine__vllm__tensor_parallel=3), GPUS["h100"], 1, 8))
 
 
 def test_the_papers_cluster() -> None:
-    plan = make_plan(job(), GPUS["h100"], 4, 8)
+    plan = make_plan(workload(), GPUS["h100"], 4, 8)
     assert plan.fits
-    assert plan.layout.engine == "verl"
+    assert plan.layout.trainer == "verl"
     assert plan.fast.total < plan.typical.total < plan.slow.total
     best = plan.typical.total
     assert all(
-        step_time(plan.job, other, TYPICAL).total >= best for other in layouts(plan.job, GPUS["h100"], 4, 8) if other.fits
+        step_time(plan.work, other, TYPICAL).total >= best for other in layouts(plan.work, GPUS["h100"], 4, 8) if other.fits
     )
     assert sum(plan.typical.stages().values()) == pytest.approx(best)
     said = report(plan, price=2.0)
@@ -214,63 +214,82 @@ def test_the_papers_cluster() -> None:
 
 
 def test_a_given_length_narrows_the_range() -> None:
-    assumed, given = (make_plan(job(response_tokens=tokens), GPUS["h100"], 1, 8) for tokens in (None, 4096))
+    assumed, given = (make_plan(workload(response_tokens=tokens), GPUS["h100"], 1, 8) for tokens in (None, 4096))
     assert assumed.typical.total == pytest.approx(given.typical.total)
     assert assumed.fast.total < given.fast.total < given.slow.total < assumed.slow.total
     with pytest.raises(PlanError, match=r"--response-tokens 20000 must lie in 1\.\.16384"):
-        job(response_tokens=20000)
+        workload(response_tokens=20000)
 
 
 def test_slower_rates_take_longer() -> None:
-    layout = next(iter(layouts(job(), GPUS["h100"], 1, 8)))
-    times = [step_time(job(), layout, rates).stages() for rates in (FAST, TYPICAL, SLOW)]
+    layout = next(iter(layouts(workload(), GPUS["h100"], 1, 8)))
+    times = [step_time(workload(), layout, rates).stages() for rates in (FAST, TYPICAL, SLOW)]
     for stage in times[0]:
         assert times[0][stage] <= times[1][stage] <= times[2][stage], stage
 
 
 def test_more_of_what_counts_costs_more() -> None:
     """The plan answers to the settings it names as ways out."""
-    gpu, base = GPUS["h100"], job()
+    gpu, base = GPUS["h100"], workload()
     layout = next(found for found in layouts(base, gpu, 4, 8) if found.teacher_gpus == 16)
     usual = step_time(base, layout, TYPICAL)
     longer = step_time(replace(base, answer=8192.0), layout, TYPICAL)
     assert longer.rollout > usual.rollout
     assert longer.update > 1.9 * usual.update
-    small = next(found for found in layouts(job(engine__vllm__memory_share=0.2), gpu, 4, 8) if found.teacher_gpus == 16)
+    small = next(found for found in layouts(workload(engine__vllm__memory_share=0.2), gpu, 4, 8) if found.teacher_gpus == 16)
     assert small.cache_tokens < 0.5 * layout.cache_tokens
     held_up = step_time(base, small, TYPICAL)
     assert held_up.rollout > 1.2 * usual.rollout
     assert held_up.rollout_limit == "cache"
-    wider = job(optim__token_budget=4 * 18432)
+    wider = workload(optim__token_budget=4 * 18432)
     assert next(iter(layouts(wider, gpu, 4, 8))).needs[0].needed > next(iter(layouts(base, gpu, 4, 8))).needs[0].needed
-    exopd = job(PAPER / "qwen3-4b-from-qwen3-30b-a3b-instruct-2507-exopd-math.toml")
+    exopd = workload(PAPER / "qwen3-4b-from-qwen3-30b-a3b-instruct-2507-exopd-math.toml")
     assert step_time(exopd, layout, TYPICAL).reference > 0
 
 
 def test_a_gpu_of_ones_own() -> None:
     recipe = PAPER / "qwen3-1.7b-from-qwen3-4b-instruct-2507-iw-opd-math.toml"
-    alone = make_plan(job(recipe), GPUS["h100"], 1, 1)
-    assert alone.layout.engine == "local"
+    alone = make_plan(workload(recipe), GPUS["h100"], 1, 1)
+    assert alone.layout.trainer == "local"
     assert alone.layout.teacher_gpus == 0
-    adapter = make_plan(job(recipe, lora__rank=16), GPUS["h100"], 1, 1)
-    assert adapter.job.trained == 17_432_576
+    adapter = make_plan(workload(recipe, lora__rank=16), GPUS["h100"], 1, 1)
+    assert adapter.work.student.adapter_parameters(adapter.work.config.lora) == 17_432_576
     assert adapter.layout.needs[0].needed < alone.layout.needs[0].needed - 20e9
-    server = make_plan(job(recipe, teacher__urls=["http://gpu:8000"]), GPUS["h100"], 1, 1)
-    assert server.job.teacher is None
-    assert server.layout.needs[0].parts["teacher"] == 0
+    server = make_plan(workload(recipe, teacher__urls=["http://gpu:8000"]), GPUS["h100"], 1, 1)
+    assert server.work.teachers == {}
+    assert server.layout.needs[0].parts["teachers"] == 0
     assert server.typical.teacher == 0
-    asleep = make_plan(job(recipe, rollout__engine="vllm", engine__vllm__sleep=True), GPUS["h100"], 1, 1)
-    awake = make_plan(job(recipe, rollout__engine="vllm"), GPUS["h100"], 1, 1)
+    asleep = make_plan(workload(recipe, rollout__engine="vllm", engine__vllm__sleep=True), GPUS["h100"], 1, 1)
+    awake = make_plan(workload(recipe, rollout__engine="vllm"), GPUS["h100"], 1, 1)
     assert asleep.layout.needs[0].needed < awake.layout.needs[0].needed
     assert awake.typical.rollout < alone.typical.rollout
     with pytest.raises(PlanError, match=r"lora.rank is 16, and on verl all weights are trained"):
-        make_plan(job(recipe, lora__rank=16), GPUS["h100"], 1, 8)
+        make_plan(workload(recipe, lora__rank=16), GPUS["h100"], 1, 8)
     with pytest.raises(PlanError, match=r"teacher.urls is set, and verl starts the teacher itself"):
-        make_plan(job(recipe, teacher__urls=["http://gpu:8000"]), GPUS["h100"], 2, 8)
+        make_plan(workload(recipe, teacher__urls=["http://gpu:8000"]), GPUS["h100"], 2, 8)
+
+
+def test_several_teachers_share_the_prompts() -> None:
+    """Two alike take as long as one: side by side on half of the GPUs each, or one after the other on half of the prompts."""
+    twin = {"code": {"model": "Qwen/Qwen3-30B-A3B-Instruct-2507"}}
+    one, two = workload(), workload(teacher__others=twin)
+    assert list(two.teachers) == ["teacher", "teacher 'code'"]
+    split = [next(found for found in layouts(work, GPUS["h100"], 4, 8) if found.teacher_gpus == 16) for work in (one, two)]
+    assert [layout.teacher_copies for layout in split] == [8, 4]
+    times = [step_time(work, layout, TYPICAL) for work, layout in zip((one, two), split, strict=True)]
+    assert times[0].teacher == pytest.approx(times[1].teacher)
+    alone = [step_time(work, next(layouts(work, GPUS["b200"], 1, 1)), TYPICAL).teacher for work in (one, two)]
+    assert alone[0] == pytest.approx(alone[1])
+    said = report(make_plan(two, GPUS["h100"], 4, 8))
+    assert "teacher 'code' Qwen/Qwen3-30B-A3B-Instruct-2507: 30.53 B" in said
+    assert "16 for 2 teachers (4 copies of 2 each)" in said
+    served = workload(teacher__others={"code": {"urls": ["http://gpu:8000"]}})
+    with pytest.raises(PlanError, match=r"teacher\.others\.code\.urls is set"):
+        make_plan(served, GPUS["h100"], 4, 8)
 
 
 def test_what_would_fit_is_said() -> None:
-    huge = job(PAPER / "qwen3-30b-a3b-from-qwen3-235b-a22b-instruct-2507-iw-opd-math.toml")
+    huge = workload(PAPER / "qwen3-30b-a3b-from-qwen3-235b-a22b-instruct-2507-iw-opd-math.toml")
     plan = make_plan(huge, GPUS["h100"], 1, 8)
     assert not plan.fits
     more = next(option for option in plan.fitting if option.startswith("--nodes"))
@@ -283,14 +302,14 @@ def test_what_would_fit_is_said() -> None:
 
 def test_an_embedded_world() -> None:
     config = make_settings({"models": {"world": "clean"}})
-    plan = make_plan(open_job(config), GPUS["rtx4090"], 1, 1)
+    plan = make_plan(open_workload(config), GPUS["rtx4090"], 1, 1)
     assert plan.fits
-    assert not plan.job.answer_assumed
+    assert not plan.work.answer_assumed
 
 
 def test_an_answer_needs_a_limit() -> None:
     with pytest.raises(PlanError, match=r"rollout\.max_tokens is empty"):
-        job(rollout__max_tokens=None)
+        workload(rollout__max_tokens=None)
 
 
 # --- the page -------------------------------------------------------------------------------------------------------------

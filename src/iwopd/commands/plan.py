@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     import json
 
-    from iwopd.cluster.plan import PlanError, as_dict, find_gpu, make_plan, open_job, report
+    from iwopd.cluster.plan import PlanError, as_dict, find_gpu, make_plan, open_workload, report
     from iwopd.commands.train import parse_overrides
     from iwopd.config import load_config
 
@@ -42,6 +42,6 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             raise PlanError(f"{name} is {value}: it must be at least 1")
     if options.price is not None and not 0 <= options.price < float("inf"):
         raise PlanError(f"--price is {options.price:g}: it must be a price, 0 or more")
-    plan = make_plan(open_job(config, options.response_tokens), gpu, nodes, gpus)
+    plan = make_plan(open_workload(config, options.response_tokens), gpu, nodes, gpus)
     print(json.dumps(as_dict(plan, options.price), indent=1) if options.json else report(plan, options.price))
     return 0 if plan.fits else 1

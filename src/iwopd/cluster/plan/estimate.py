@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from iwopd.cluster.plan import rates as known
 from iwopd.cluster.plan.gpus import GPUS, Gpu, PlanError
-from iwopd.cluster.plan.job import Job
 from iwopd.cluster.plan.layout import MOST_ROWS, Layout, layouts
-from iwopd.cluster.plan.models import Model
 from iwopd.cluster.plan.rates import Rates
 from iwopd.cluster.plan.rollouts import answer_lengths, decode_seconds, step_seconds
 from iwopd.cluster.plan.work import all_flops, forward_flops, gathered_bytes
+from iwopd.cluster.plan.workload import Workload
+from iwopd.train.memory import ModelShape
 
 SAMPLE = 256
 """Lengths that stand for all of a step where their order does not matter."""
@@ -42,15 +43,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return (
-            self.rollout
-            + self.teacher_waited
-            + self.old_logprobs
-            + self.reference
-            + self.update
-            + self.weight_sync
-            + self.other
-        )
+        return sum(self.stages().values())
 
     def stages(self) -> dict[str, float]:
         """By name, in order; they add up to the step."""
@@ -70,7 +63,7 @@ class StepTime:
 class Plan:
     """What is estimated for a run."""
 
-    job: Job
+    work: Workload
     layout: Layout
     typical: StepTime
     fast: StepTime
@@ -88,110 +81,116 @@ class Plan:
 
     def hours(self, time: StepTime) -> float:
         """Of the whole run."""
-        return self.job.config.steps * time.total / 3600
+        return self.work.config.steps * time.total / 3600
 
 
-def make_plan(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int) -> Plan:
+def make_plan(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Plan:
     """The fastest layout that fits; where none does, the one that is nearest to it."""
-    best = _best(job, gpu, nodes, gpus_per_node)
-    times = [_time(job, best, rates, factor) for rates, factor in ((known.TYPICAL, 1.0), (known.FAST, 0.5), (known.SLOW, 2.0))]
-    fitting = () if best.fits else tuple(_alternatives(job, gpu, nodes, gpus_per_node))
-    return Plan(job, best, times[0], times[1], times[2], fitting)
+    best = _best(work, gpu, nodes, gpus_per_node)
+    cases = ((known.TYPICAL, 1.0), (known.FAST, 0.5), (known.SLOW, 2.0))
+    typical, fast, slow = (step_time(_other_length(work, factor), best, rates) for rates, factor in cases)
+    fitting = () if best.fits else tuple(_alternatives(work, gpu, nodes, gpus_per_node))
+    return Plan(work, best, typical, fast, slow, fitting)
 
 
-def _best(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int) -> Layout:
-    found = list(layouts(job, gpu, nodes, gpus_per_node))
+def _best(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Layout:
+    found = list(layouts(work, gpu, nodes, gpus_per_node))
     fitting = [layout for layout in found if layout.fits]
     if fitting:
-        return min(fitting, key=lambda layout: step_time(job, layout, known.TYPICAL).total)
+        return min(fitting, key=lambda layout: step_time(work, layout, known.TYPICAL).total)
     return min(found, key=lambda layout: layout.overflow)
 
 
-def _alternatives(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int) -> list[str]:
+def _alternatives(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Iterator[str]:
     """Changes of one thing after which it fits."""
-    found = []
 
     def fits(what: Gpu, how_many: int, each: int) -> bool:
-        return any(layout.fits for layout in layouts(job, what, how_many, each))
+        try:
+            return any(layout.fits for layout in layouts(work, what, how_many, each))
+        except PlanError:  # no split comes out even
+            return False
 
     larger = sorted((other for other in GPUS.values() if other.memory > gpu.memory), key=lambda other: other.memory)
     if (other := next((one for one in larger if fits(one, nodes, gpus_per_node)), None)) is not None:
-        found.append(f"--gpu {other.name}")
-    if nodes * gpus_per_node == 1 and not job.config.lora.rank and job.teacher is not None:
-        if (each := next((n for n in (2, 4, 8) if _possible(job, gpu, 1, n)), None)) is not None:
-            found.append(f"--gpus-per-node {each}")
-    elif nodes * gpus_per_node > 1:
-        more = next((n for n in range(nodes + 1, 65) if _possible(job, gpu, n, gpus_per_node)), None)
-        found += [f"--nodes {more}"] if more is not None else []
-    return found
+        yield f"--gpu {other.name}"
+    if nodes * gpus_per_node == 1:
+        if (each := next((n for n in (2, 4, 8) if fits(gpu, 1, n)), None)) is not None:
+            yield f"--gpus-per-node {each}"
+    elif (more := next((n for n in range(nodes + 1, 65) if fits(gpu, n, gpus_per_node)), None)) is not None:
+        yield f"--nodes {more}"
 
 
-def _possible(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int) -> bool:
-    try:
-        return any(layout.fits for layout in layouts(job, gpu, nodes, gpus_per_node))
-    except PlanError:  # no split comes out even
-        return False
+def _other_length(work: Workload, factor: float) -> Workload:
+    """With another mean length of an answer, where it was assumed."""
+    if not work.answer_assumed:
+        return work
+    return replace(work, answer=max(1.0, min(float(work.longest_answer), work.answer * factor)))
 
 
-def _time(job: Job, layout: Layout, rates: Rates, factor: float) -> StepTime:
-    """With other rates and, where the length was assumed, another length."""
-    if job.answer_assumed:
-        job = replace(job, answer=max(1.0, min(float(job.longest_answer), job.answer * factor)))
-    return step_time(job, layout, rates)
-
-
-def step_time(job: Job, layout: Layout, rates: Rates) -> StepTime:
+def step_time(work: Workload, layout: Layout, rates: Rates) -> StepTime:
     """Seconds of one step, by stage."""
-    config, gpu, student = job.config, layout.gpu, job.student
-    lengths = answer_lengths(min(SAMPLE, job.rollouts), job.answer, job.longest_answer)
-    scale = job.rollouts / len(lengths)
-    rollout, rows, limit = _rollout(job, layout, rates)
-    teacher, waited = _teacher(job, layout, rates, lengths, scale)
-    if layout.engine == "verl":  # a rollout is scored as soon as it is written
+    config, gpu, student = work.config, layout.gpu, work.student
+    lengths = answer_lengths(min(SAMPLE, work.rollouts), work.answer, work.longest_answer)
+    scale = work.rollouts / len(lengths)
+    rollout, rows, limit = _rollout(work, layout, rates)
+    teacher, waited = _teachers(work, layout, rates, lengths, scale)
+    if layout.trainer == "verl":  # a rollout is scored as soon as it is written
         waited = max(waited, teacher - rollout)
-    tokens = scale * sum(job.prompt + length for length in lengths)
-    passes = math.ceil(tokens / layout.student_gpus / job.micro_batch)
-    launching = passes * student.layers * known.own_sampler(rates).layer_seconds
+    tokens = scale * sum(work.prompt + length for length in lengths)
+    passes = math.ceil(tokens / layout.student_gpus / work.micro_batch)
+    launching = passes * student.layers * rates.launch_seconds
     reached = layout.student_gpus * gpu.flops * _training_rate(student, rates)
-    forward = max(scale * all_flops(student, job.prompt, lengths) / reached, launching)
+    forward = max(scale * all_flops(student, work.prompt, lengths) / reached, launching)
     recompute = config.optim.gradient_checkpointing
-    computing = scale * all_flops(student, job.prompt, lengths, update=True, recompute=recompute) / reached
+    computing = scale * all_flops(student, work.prompt, lengths, update=True, recompute=recompute) / reached
     sending = (
         passes * gathered_bytes(student, recompute) / (layout.student_link * rates.link) if layout.student_gpus > 1 else 0.0
     )
-    update = config.optim.ppo_epochs * max(computing, sending, (4 if recompute else 3) * launching)
-    update_limit: Limit = "network" if sending > computing else "compute"
-    sync = student.count.total * job.engine_bytes / rates.sync if _has_engine(job, layout) else 0.0
-    other = rates.step_seconds if layout.engine == "verl" else 0.0
-    reference = forward if job.config.method.made.needs_reference else 0.0
-    return StepTime(rollout, teacher, waited, forward, reference, update, sync, other, rows, limit, update_limit)
+    return StepTime(
+        rollout=rollout,
+        teacher=teacher,
+        teacher_waited=waited,
+        old_logprobs=forward,
+        reference=forward if config.method.made.needs_reference else 0.0,
+        update=config.optim.ppo_epochs * max(computing, sending, (4 if recompute else 3) * launching),
+        weight_sync=student.count.total * work.writing_bytes(layout.trainer) / rates.sync if _has_engine(work, layout) else 0.0,
+        other=rates.step_seconds if layout.trainer == "verl" else 0.0,
+        rows=rows,
+        rollout_limit=limit,
+        update_limit="network" if sending > computing else "compute",
+    )
 
 
-def _has_engine(job: Job, layout: Layout) -> bool:
-    return layout.engine == "verl" or job.engine_weights != "student"
+def _has_engine(work: Workload, layout: Layout) -> bool:
+    """Whether rollouts are written by another engine than the trainer's own sampler."""
+    return layout.trainer == "verl" or work.writer != "sampler"
 
 
-def _training_rate(model: Model, rates: Rates) -> float:
+def _training_rate(model: ModelShape, rates: Rates) -> float:
     return rates.train_experts if model.count.experts else rates.train
 
 
-def _rollout(job: Job, layout: Layout, rates: Rates) -> tuple[float, int, Limit]:
+def _scoring_rate(model: ModelShape, rates: Rates) -> float:
+    return rates.score_experts if model.count.experts else rates.score
+
+
+def _rollout(work: Workload, layout: Layout, rates: Rates) -> tuple[float, int, Limit]:
     """Seconds, rows under way, and what holds it up."""
-    if layout.engine == "local" and job.engine_weights == "elsewhere":
+    if layout.trainer == "local" and work.writer == "elsewhere":
         return 0.0, 0, ""  # somebody else's GPU, which the plan does not know
-    if not _has_engine(job, layout):
+    engine = _has_engine(work, layout)
+    if not engine:
         rates = known.own_sampler(rates)
-    student, gpu, shards = job.student, layout.gpu, layout.rollout_shards
-    mine = -(-job.rollouts // layout.engines)
-    lengths = answer_lengths(mine, job.answer, job.longest_answer, everyone=job.rollouts)
-    room = int(layout.cache_tokens // (job.prompt + job.answer))
-    rows = max(1, min(room, mine, MOST_ROWS if _has_engine(job, layout) else mine))
-    size = job.engine_bytes if _has_engine(job, layout) else job.weight_bytes
-    how = {"shards": shards, "prompt": job.prompt, "most_rows": rows, "number_bytes": size}
+    student, gpu, shards = work.student, layout.gpu, layout.rollout_shards
+    mine = -(-work.rollouts // layout.engines)
+    lengths = answer_lengths(mine, work.answer, work.longest_answer, everyone=work.rollouts)
+    room = int(layout.cache_tokens // (work.prompt + work.answer))
+    rows = max(1, min(room, mine, MOST_ROWS if engine else mine))
+    size = work.writing_bytes(layout.trainer)
+    how = {"shards": shards, "prompt": work.prompt, "most_rows": rows, "number_bytes": size}
     seconds = decode_seconds(student, gpu, rates, lengths=lengths, **how)
-    score = rates.score_experts if student.count.experts else rates.score
-    reading = mine * forward_flops(student, job.prompt, 1) / (shards * gpu.flops * score)
-    alone = max(lengths) * step_seconds(student, gpu, rates, shards, 1, job.prompt + max(lengths) / 2, size)
+    reading = mine * forward_flops(student, work.prompt, 1) / (shards * gpu.flops * _scoring_rate(student, rates))
+    alone = max(lengths) * step_seconds(student, gpu, rates, shards, 1, work.prompt + max(lengths) / 2, size)
     if alone > 0.5 * seconds:
         limit: Limit = "tail"
     elif room < mine and rows == room:
@@ -201,28 +200,32 @@ def _rollout(job: Job, layout: Layout, rates: Rates) -> tuple[float, int, Limit]
     return seconds + reading, rows, limit
 
 
-def _teacher(job: Job, layout: Layout, rates: Rates, lengths: list[int], scale: float) -> tuple[float, float]:
-    """Seconds of all scores, and of those of the longest answer, which comes last."""
-    teacher = job.teacher
-    if teacher is None or (job.config.models.teacher_device is not None and layout.engine == "local"):
+def _teachers(work: Workload, layout: Layout, rates: Rates, lengths: list[int], scale: float) -> tuple[float, float]:
+    """Seconds of all scores, and of those of the longest answer, which comes last. Teachers share the prompts evenly."""
+    if not work.teachers or (layout.trainer == "local" and not work.teacher_share(gpus=1)):
         return 0.0, 0.0
-    flops = scale * all_flops(teacher, job.prompt, lengths)
-    if layout.engine == "local":
-        seconds = flops / (layout.gpu.flops * _training_rate(teacher, rates))  # transformers, as in training
+    count, gpu = len(work.teachers), layout.gpu
+    shares = [scale / count * all_flops(teacher, work.prompt, lengths) for teacher in work.teachers.values()]
+    if layout.trainer == "local":  # transformers, as in training, one after the other
+        rated = zip(shares, work.teachers.values(), strict=True)
+        seconds = sum(flops / (gpu.flops * _training_rate(teacher, rates)) for flops, teacher in rated)
         return seconds, seconds
-    rate = layout.gpu.flops * (rates.score_experts if teacher.count.experts else rates.score)
-    last = forward_flops(teacher, job.prompt + max(lengths), max(lengths)) / (layout.teacher_shards * rate)
-    return flops / (layout.teacher_gpus * rate), last
+    longest, work_seconds, last = max(lengths), 0.0, 0.0
+    for flops, teacher in zip(shares, work.teachers.values(), strict=True):  # side by side, each on GPUs of its own
+        rate = layout.teacher_shards * gpu.flops * _scoring_rate(teacher, rates)
+        work_seconds = max(work_seconds, flops / (layout.teacher_copies * rate))
+        last = max(last, forward_flops(teacher, work.prompt + longest, longest) / rate)
+    return work_seconds, last
 
 
 def split_settings(plan: Plan) -> list[str]:
     """Settings that the layout needs where they are not what the recipe has."""
-    layout, settings = plan.layout, plan.job.config.cluster
-    if layout.engine == "local":
+    layout, settings = plan.layout, plan.work.config.cluster
+    if layout.trainer == "local":
         return []
     chosen = [f"--cluster.teacher_gpus {layout.teacher_gpus}"] if settings.teacher_gpus != layout.teacher_gpus else []
     if settings.teacher_tensor_parallel != layout.teacher_shards:
         chosen.append(f"--cluster.teacher_tensor_parallel {layout.teacher_shards}")
-    if plan.job.config.engine.vllm.tensor_parallel != layout.rollout_shards:
+    if plan.work.engine_shards != layout.rollout_shards:
         chosen.append(f"--engine.vllm.tensor_parallel {layout.rollout_shards}")
     return chosen

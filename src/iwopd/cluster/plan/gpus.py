@@ -1,4 +1,4 @@
-"""GPUs by name, with the figures of public data sheets. Where each figure stands, says docs/plan.md."""
+"""GPUs by name, with the figures of public data sheets. docs/plan.md names the source of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from iwopd.errors import UserError
 
 
 class PlanError(UserError, ValueError):
-    """A plan that cannot be made, with the way out."""
+    """A plan that cannot be made, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Gpu:
 
 GPUS = {
     gpu.name: gpu
-    for gpu in (
+    for gpu in (  # memory, FLOP/s, bandwidth, link, network
         Gpu("a100-40", "A100 SXM 40 GB", 40e9, 312e12, 1.555e12, 300e9, 25e9),
         Gpu("a100-80", "A100 SXM 80 GB", 80e9, 312e12, 2.039e12, 300e9, 25e9),
         Gpu("h100", "H100 SXM 80 GB", 80e9, 989.4e12, 3.35e12, 450e9, 50e9),

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from iwopd.cluster.plan.gpus import Gpu, PlanError
-from iwopd.cluster.plan.job import Job
-from iwopd.config.cluster import Cluster
-from iwopd.train.memory import StepMemory, cache_elements, step_memory
+from iwopd.cluster.plan.workload import Workload
+from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.pools import Pools, pools
+from iwopd.train.memory import ModelShape, StepMemory
 
 MARGIN = 1.15
 """What the arithmetic leaves out (allocator's slack, CUDA context, communication buffers): docs/gpu.md says 10-20 %."""
-ENGINE_WORKING = 2e9
-"""Bytes of a vLLM engine besides weights and cache: activations of a batch, CUDA graphs. An assumption."""
+ENGINE_MARGIN = 1.05
+"""The same where most of the memory is an engine's, which keeps to its share."""
 MOST_ROWS = 256
 """Rows under way in one engine (verl's default `max_num_seqs`)."""
-SCORED_TOKENS = 8192
-"""Tokens whose logits vLLM makes at once for prompt log-probs (verl's default `max_num_batched_tokens`)."""
-SCORED_BYTES = 6
-"""Of each of those logits: a bfloat16 and a float32 copy (docs/plan.md)."""
 
 Verdict = Literal["yes", "tight", "no"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Need:
     """What one kind of GPU has to hold at one time."""
 
     who: str
     needed: float
     available: float
-    parts: dict[str, float]
-    way_out: str
+    parts: Mapping[str, float]
+    remedy: str
     margin: float = MARGIN
 
     @property
@@ -43,19 +40,24 @@ class Need:
         return "tight" if self.needed * self.margin > self.available else "yes"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A way to use the GPUs."""
+    """A way to use the GPUs. The defaults are those of one GPU."""
 
-    engine: Literal["verl", "local"]
+    trainer: Literal["verl", "local"]
     gpu: Gpu
-    nodes: int
-    gpus_per_node: int
-    student_gpus: int
-    student_nodes: int
-    teacher_gpus: int
-    rollout_shards: int
-    teacher_shards: int
+    nodes: int = 1
+    gpus_per_node: int = 1
+    student_gpus: int = 1
+    student_nodes: int = 1
+    teacher_gpus: int = 0
+    """Of all teachers together."""
+    rollout_shards: int = 1
+    """GPUs of one rollout engine."""
+    teacher_shards: int = 1
+    """GPUs of one copy of a teacher."""
+    teacher_copies: int = 0
+    """Of each teacher."""
     needs: tuple[Need, ...]
     cache_tokens: float
     """Tokens of all rows under way in one rollout engine."""
@@ -81,199 +83,171 @@ class Layout:
         return self.gpu.link if self.student_nodes == 1 else self.gpu.network
 
 
-def layouts(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int) -> Iterator[Layout]:
+def layouts(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Iterator[Layout]:
     """All ways that are worth a thought."""
     if nodes * gpus_per_node == 1:
-        yield local_layout(job, gpu)
+        yield local_layout(work, gpu)
         return
-    _refuse_on_verl(job)
-    settings = job.config.cluster
+    _refuse_on_verl(work)
+    settings = work.config.cluster
     total = nodes * gpus_per_node
     found: list[Layout] = []
-    for teacher_gpus in sorted(_splits(nodes, gpus_per_node)):
-        if settings.teacher_gpus is not None and teacher_gpus != settings.teacher_gpus:
-            continue
-        rows = job.rollouts // job.config.optim.mini_batches
-        if rows % ((total - teacher_gpus) // settings.sequence_parallel or 1) == 0:
-            found += _on_verl(job, gpu, nodes, gpus_per_node, teacher_gpus, settings)
+    for teacher_gpus in range(1, total) if settings.teacher_gpus is None else [settings.teacher_gpus]:
+        if work.rows_per_update % ((total - teacher_gpus) // settings.sequence_parallel or 1) == 0:
+            found += _on_verl(work, gpu, nodes, gpus_per_node, teacher_gpus)
     yield from found
     if not found:
+        count = len(work.teachers)
         raise PlanError(
             f"no split of {nodes} x {gpus_per_node} GPUs between student and teacher works: the student's must divide the "
-            f"{job.rollouts // job.config.optim.mini_batches} rollouts of an update, the teacher's be whole machines or the "
-            "same number on each, and tensor-parallel groups fill both; change --nodes, cluster.teacher_gpus, "
-            "cluster.teacher_tensor_parallel, engine.vllm.tensor_parallel or rollout.prompts_per_step"
+            f"{work.rows_per_update} rollouts of an update, the teacher's be whole machines or the same number on each"
+            f"{f', a multiple of the {count} teachers' if count > 1 else ''}, and tensor-parallel groups fill both; change "
+            "--nodes, cluster.teacher_gpus, cluster.teacher_tensor_parallel, engine.vllm.tensor_parallel or rollout.prompts_per_step"
         )
 
 
-def _refuse_on_verl(job: Job) -> None:
-    config = job.config
+def _refuse_on_verl(work: Workload) -> None:
+    config = work.config
     if config.lora.rank:
         raise PlanError(
             f"lora.rank is {config.lora.rank}, and on verl all weights are trained: plan it for one GPU (--gpus-per-node 1), "
             "or with --lora.rank 0"
         )
-    if job.teacher is None:
+    if config.teacher.urls:
         raise PlanError("teacher.urls is set, and verl starts the teacher itself: leave it out, or plan for one GPU")
+    for name, other in config.teacher.others.items():
+        if other.urls:
+            raise PlanError(
+                f"teacher.others.{name}.urls is set, and verl starts all teachers itself: set teacher.others.{name}.model, or "
+                "plan for one GPU"
+            )
 
 
-def _splits(nodes: int, gpus_per_node: int) -> set[int]:
-    """Sizes of the teacher's pool: whole machines, or the same number of GPUs on each."""
-    return {k * gpus_per_node for k in range(1, nodes)} | {k * nodes for k in range(1, gpus_per_node)}
-
-
-def _on_verl(job: Job, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_gpus: int, settings: Cluster) -> Iterator[Layout]:
-    whole = teacher_gpus % gpus_per_node == 0 and nodes > 1
-    teacher_node_gpus = gpus_per_node if whole else teacher_gpus // nodes
-    student_nodes = nodes - teacher_gpus // gpus_per_node if whole else nodes
-    student_gpus = nodes * gpus_per_node - teacher_gpus
-    for teacher_shards in _shards(settings.teacher_tensor_parallel, teacher_node_gpus):
-        teacher = teacher_need(job, gpu, teacher_shards, settings.teacher_memory_share)
-        if teacher.verdict != "no":
+def _on_verl(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_gpus: int) -> Iterator[Layout]:
+    """The smallest tensor-parallel sizes that fit this split; where none does, the largest."""
+    least = work.config.cluster.teacher_tensor_parallel
+    split: Pools | None = None
+    for shards in _doubled(least, gpus_per_node):
+        shared = _pools(work, nodes, gpus_per_node, teacher_gpus, shards)
+        if shared is None or shards > max(least, shared.teacher.gpus_per_node):
+            continue
+        split, teacher_shards = shared, shards
+        teachers = [_teacher_need(work, name, teacher, gpu, shards) for name, teacher in work.teachers.items()]
+        if all(need.verdict != "no" for need in teachers):
             break
-    if teacher_gpus % teacher_shards or student_gpus % job.config.engine.vllm.tensor_parallel:
+    if split is None or split.student.gpus % work.engine_shards:
         return
-    for rollout_shards in _shards(job.config.engine.vllm.tensor_parallel, student_gpus // student_nodes):
-        memory = student_memory(job, student_gpus, rollout_shards, settings.sequence_parallel)
-        update, writing, cache = _student_needs(job, gpu, memory, rollout_shards, settings.offload)
+    for rollout_shards in _divisors(work.engine_shards, split.student.gpus_per_node):
+        memory = work.on_verl(gpus=split.student.gpus, engine_shards=rollout_shards, gpu_memory=gpu.memory)
+        token = work.student.cache_elements * work.writing_bytes("verl") / rollout_shards
+        writing = _rollouts_need(work, gpu, memory, work.longest * token)
         yield Layout(
-            "verl",
-            gpu,
-            nodes,
-            gpus_per_node,
-            student_gpus,
-            student_nodes,
-            teacher_gpus,
-            rollout_shards,
-            teacher_shards,
-            (update, writing, teacher),
-            cache,
-            (gpu.memory / 1.1 - (0.0 if settings.offload else memory.resident)) / gpu.memory,
+            trainer="verl",
+            gpu=gpu,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            student_gpus=split.student.gpus,
+            student_nodes=split.student.nodes,
+            teacher_gpus=teacher_gpus,
+            rollout_shards=rollout_shards,
+            teacher_shards=teacher_shards,
+            teacher_copies=split.teacher_replicas,
+            needs=(_update_need(gpu, memory), writing, *teachers),
+            cache_tokens=memory.writer.cache / token,
+            largest_share=(gpu.memory / 1.1 - (0.0 if memory.offloaded else memory.state)) / gpu.memory,
         )
         if writing.verdict != "no":
             break
 
 
-def _shards(least: int, most: int) -> list[int]:
-    """Sizes of a tensor-parallel group: from the configured one upwards, divisors of a machine's GPUs."""
-    return [size for size in range(least, most + 1) if most % size == 0 and size & (size - 1) == 0] or [least]
+def _pools(work: Workload, nodes: int, gpus_per_node: int, teacher_gpus: int, teacher_shards: int) -> Pools | None:
+    """The launcher's own split of the GPUs; None if it refuses this one."""
+    chosen = {"nodes": nodes, "gpus_per_node": gpus_per_node, "teacher_gpus": teacher_gpus}
+    cluster = work.config.cluster.model_copy(update={**chosen, "teacher_tensor_parallel": teacher_shards})
+    try:
+        return pools(work.config.model_copy(update={"cluster": cluster}))
+    except VerlError:
+        return None
 
 
-def student_memory(job: Job, gpus: int, rollout_shards: int, sequence_parallel: int) -> StepMemory:
-    """On one of the student's GPUs in verl: everything sharded, whole logits, an engine with its own copy."""
-    return step_memory(
-        job.student.config,
-        micro_batch_tokens=-(-job.micro_batch // sequence_parallel),
-        cached_tokens=0,
-        weight_bytes=job.weight_bytes,
-        compute_bytes=job.compute_bytes,
-        reference_bytes=job.reference_bytes,
-        gradient_checkpointing=job.config.optim.gradient_checkpointing,
-        shards=gpus,
-        gathers=True,
-        logits_bytes=2 * job.compute_bytes,
-        engine_bytes=job.engine_bytes,
-        engine_shards=rollout_shards,
-        counted=job.student.count,
-    )
+def _doubled(least: int, most: int) -> list[int]:
+    """Sizes of a tensor-parallel group: the configured one, and powers of two above it."""
+    return [least, *(size for size in range(least + 1, most + 1) if size & (size - 1) == 0)]
 
 
-def _student_needs(job: Job, gpu: Gpu, memory: StepMemory, shards: int, offload: bool) -> tuple[Need, Need, float]:
-    share = job.config.engine.vllm.memory_share
-    row = job.longest * cache_elements(job.student.config) * job.engine_bytes / shards
-    resident = 0.0 if offload else memory.resident
-    cache = max(0.0, share * gpu.memory - memory.engine - ENGINE_WORKING)
-    update = Need(
-        "student, update",
-        memory.update,
-        gpu.memory,
-        {
-            "weights": memory.weights,
-            "Adam": memory.adam,
-            "gradients": memory.gradients,
-            "reference": memory.reference,
-            "activations": memory.activations,
-            "logits": memory.head,
-            "gathered layers": memory.gathered,
-        },
-        "use more GPUs for the student, larger ones, or cluster.sequence_parallel; lower optim.token_budget and "
+def _divisors(least: int, most: int) -> list[int]:
+    """The same, as far as they divide a machine's GPUs."""
+    return [size for size in _doubled(least, most) if most % size == 0] or [least]
+
+
+def _update_need(gpu: Gpu, memory: StepMemory) -> Need:
+    return Need(
+        who="student, update",
+        needed=memory.update,
+        available=gpu.memory,
+        parts=memory.update_parts,
+        remedy="use more GPUs for the student, larger ones, or cluster.sequence_parallel; lower optim.token_budget and "
         "rollout.max_tokens; or set cluster.offload = true",
     )
-    parts = {"training state": resident, "engine's weights": memory.engine, "working": ENGINE_WORKING}
-    if cache < row:  # not even one longest answer: the share is too small
-        needed, available = memory.engine + ENGINE_WORKING + row, share * gpu.memory
-        way_out = f"raise engine.vllm.memory_share (now {share:g}) or engine.vllm.tensor_parallel, or lower rollout.max_tokens"
-        writing = Need("student, rollouts", needed, available, parts | {"one longest answer": row}, way_out, 1.0)
-    else:
-        needed = resident + share * gpu.memory
-        way_out = f"lower engine.vllm.memory_share (now {share:g}), set cluster.offload = true, or give the student more GPUs"
-        writing = Need("student, rollouts", needed, gpu.memory, parts | {"cache": cache}, way_out, 1.05)
-    return update, writing, shards * cache / (cache_elements(job.student.config) * job.engine_bytes)
 
 
-def teacher_need(job: Job, gpu: Gpu, shards: int, share: float) -> Need:
-    """On one of the teacher's GPUs: weights and the cache of one longest sequence in the engine's share; the logits outside."""
-    teacher = job.teacher
-    assert teacher is not None
-    weights = teacher.count.total * job.teacher_bytes / shards
-    row = (job.longest + 1) * cache_elements(teacher.config) * job.teacher_bytes / shards
-    logits = SCORED_TOKENS * int(teacher.config.get_text_config().vocab_size) * SCORED_BYTES
-    inside = weights + row + ENGINE_WORKING
-    parts = {"weights": weights, "one longest answer": row, "logits": logits, "working": ENGINE_WORKING}
-    way_out = (
-        f"raise cluster.teacher_tensor_parallel (here {shards}) or cluster.teacher_memory_share (now {share:g}), "
-        "or use larger GPUs"
+def _rollouts_need(work: Workload, gpu: Gpu, memory: StepMemory, row: float) -> Need:
+    """row: bytes of the longest answer's cache."""
+    share = work.engine_share
+    if memory.writer.cache < row:  # not even one longest answer: the share is too small
+        return Need(
+            who="student, rollouts",
+            needed=memory.writer.weights + memory.writer.working + row,
+            available=share * gpu.memory,
+            parts=memory.writer.parts | {"cache": 0.0, "one longest answer": row},
+            remedy=f"raise engine.vllm.memory_share (now {share:g}) or engine.vllm.tensor_parallel, or lower rollout.max_tokens",
+            margin=1.0,
+        )
+    return Need(
+        who="student, rollouts",
+        needed=memory.rollouts,
+        available=gpu.memory,
+        parts={"training state": 0.0 if memory.offloaded else memory.state, **memory.writer.parts},
+        remedy=f"lower engine.vllm.memory_share (now {share:g}), set cluster.offload = true, or use more GPUs for the student",
+        margin=ENGINE_MARGIN,
     )
-    if inside > share * gpu.memory:
-        return Need("teacher", inside, share * gpu.memory, parts, way_out, 1.0)
-    return Need("teacher", inside + logits, gpu.memory, parts, way_out, 1.05)
 
 
-def local_layout(job: Job, gpu: Gpu) -> Layout:
-    """One GPU, this package's trainer: student and teacher together, unless the teacher is elsewhere."""
-    config = job.config
-    elsewhere = job.teacher is None or config.models.teacher_device is not None
-    frozen = {"none": float(job.weight_bytes), "8bit": 1.0, "4bit": 0.55}[config.lora.quantize]
-    own_engine = job.engine_weights == "copy"
-    here = job.engine_weights != "elsewhere"
-    memory = step_memory(
-        job.student.config,
-        None if elsewhere or job.teacher is None else job.teacher.config,
-        micro_batch_tokens=job.micro_batch,
-        cached_tokens=job.longest if here else 0,
-        weight_bytes=frozen,
-        compute_bytes=job.compute_bytes,
-        teacher_bytes=job.teacher_bytes,
-        trained=job.trained,
-        reference_bytes=job.reference_bytes,
-        gradient_checkpointing=config.optim.gradient_checkpointing,
-        engine_bytes=job.engine_bytes if own_engine else 0,
-        counted=job.student.count,
+def _teacher_need(work: Workload, name: str, teacher: ModelShape, gpu: Gpu, shards: int) -> Need:
+    """On one of a teacher's GPUs: the engine must keep to its share, and the logits come on top."""
+    share, parts = work.config.cluster.teacher_memory_share, work.scoring_on_verl(teacher, shards)
+    total = sum(parts.values())
+    engine = total - parts["logits"]
+    too_large = engine > share * gpu.memory
+    return Need(
+        who=name,
+        needed=engine if too_large else total,
+        available=share * gpu.memory if too_large else gpu.memory,
+        parts=parts,
+        remedy=f"raise cluster.teacher_tensor_parallel (here {shards}) or cluster.teacher_memory_share (now {share:g}), "
+        "or use larger GPUs",
+        margin=1.0 if too_large else ENGINE_MARGIN,
     )
-    per_token = cache_elements(job.student.config) * job.compute_bytes
-    free = gpu.memory / MARGIN - memory.resident
-    room = (config.engine.vllm.memory_share * gpu.memory - memory.engine - ENGINE_WORKING) if own_engine else free / 2
-    cache = max(room, 0.0)
-    needed = memory.total if here else memory.update
-    if own_engine:  # it keeps its share through the update, unless it sleeps
-        share = config.engine.vllm.memory_share * gpu.memory
-        needed = max(memory.update, memory.resident + share) if config.engine.vllm.sleep else memory.update + share
+
+
+def local_layout(work: Workload, gpu: Gpu) -> Layout:
+    """One GPU, this package's trainer: student and teachers together, unless these are elsewhere."""
+    memory = work.on_one_device(memory=gpu.memory)
+    free = gpu.memory / MARGIN - memory.state
+    cache = memory.writer.cache if work.writer == "engine" else free / 2
+    token = work.student.cache_elements * work.writing_bytes("local")
     need = Need(
-        "the GPU",
-        needed,
-        gpu.memory,
-        {
-            "weights": memory.weights,
-            "Adam": memory.adam,
-            "teacher": memory.teacher,
-            "reference": memory.reference,
-            "gradients": memory.gradients,
-            "activations": memory.activations,
-            "head": memory.head,
-            "one longest answer": memory.kv_cache,
-            "engine's weights": memory.engine,
-        },
-        "train an adapter (--lora.rank 16, with --lora.quantize 4bit if need be), put the teacher behind a server "
+        who="the GPU",
+        needed=memory.total,
+        available=gpu.memory,
+        parts=memory.parts,
+        remedy="train an adapter (--lora.rank 16, with --lora.quantize 4bit if need be), put the teacher behind a server "
         "(teacher.urls), lower optim.token_budget or rollout.max_tokens, or use more GPUs (--gpus-per-node)",
     )
-    return Layout("local", gpu, 1, 1, 1, 1, 0, 1, 1, (need,), max(cache / per_token, float(job.longest)), free / gpu.memory)
+    return Layout(
+        trainer="local",
+        gpu=gpu,
+        needs=(need,),
+        cache_tokens=max(cache / token, float(work.longest)),
+        largest_share=free / gpu.memory,
+    )

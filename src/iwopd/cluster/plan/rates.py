@@ -1,6 +1,6 @@
 """What is reached of a GPU's peaks. These are the plan's assumptions: none was measured here, for there was no GPU.
 
-Each comes from published measurements, named by number as in docs/plan.md ("Rates"), with a low and a high value beside it.
+Each comes from published measurements, named by number in docs/plan.md ("Rates"), with a low and a high value beside it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Rates:
     decode_flops: float
     layer_seconds: float
     """Of one decoding step, for each layer: launches and small kernels."""
+    launch_seconds: float
+    """The same without CUDA graphs: our own sampler, or one pass of the update through a layer."""
     row_seconds: float
     """Of one decoding step, for each row: scheduling, sampling, sending the token."""
     exchange_seconds: float
@@ -36,54 +38,24 @@ class Rates:
     """What a step costs besides: data to and fro, waking the engine."""
 
 
-TYPICAL = Rates(
-    train=0.30,
-    train_experts=0.08,
-    score=0.30,
-    score_experts=0.20,
-    decode_bandwidth=0.75,
-    decode_flops=0.60,
-    layer_seconds=35e-6,
-    row_seconds=45e-6,
-    exchange_seconds=15e-6,
-    link=0.7,
-    sync=5e9,
-    step_seconds=3.0,
-)
-FAST = Rates(
-    train=0.45,
-    train_experts=0.20,
-    score=0.45,
-    score_experts=0.30,
-    decode_bandwidth=0.85,
-    decode_flops=0.75,
-    layer_seconds=20e-6,
-    row_seconds=15e-6,
-    exchange_seconds=8e-6,
-    link=0.85,
-    sync=20e9,
-    step_seconds=1.0,
-)
-SLOW = Rates(
-    train=0.15,
-    train_experts=0.04,
-    score=0.18,
-    score_experts=0.10,
-    decode_bandwidth=0.55,
-    decode_flops=0.40,
-    layer_seconds=75e-6,
-    row_seconds=80e-6,
-    exchange_seconds=30e-6,
-    link=0.4,
-    sync=2e9,
-    step_seconds=10.0,
-)
+_ASSUMED = {  # slow, typical, fast
+    "train": (0.15, 0.30, 0.45),
+    "train_experts": (0.04, 0.08, 0.20),
+    "score": (0.18, 0.30, 0.45),
+    "score_experts": (0.10, 0.20, 0.30),
+    "decode_bandwidth": (0.55, 0.75, 0.85),
+    "decode_flops": (0.40, 0.60, 0.75),
+    "layer_seconds": (75e-6, 35e-6, 20e-6),
+    "launch_seconds": (700e-6, 500e-6, 250e-6),
+    "row_seconds": (80e-6, 45e-6, 15e-6),
+    "exchange_seconds": (30e-6, 15e-6, 8e-6),
+    "link": (0.4, 0.7, 0.85),
+    "sync": (2e9, 5e9, 20e9),
+    "step_seconds": (10.0, 3.0, 1.0),
+}
+SLOW, TYPICAL, FAST = (Rates(**{name: values[column] for name, values in _ASSUMED.items()}) for column in range(3))
 
 
 def own_sampler(rates: Rates) -> Rates:
-    """Rollouts by this package's sampler: no CUDA graphs, so each layer's launches cost; but its sampling is one operation.
-
-    transformers on a GPU takes 0.6 ms a layer, whatever the model's size (docs/plan.md); our lean path launches less.
-    """
-    layer = {TYPICAL: 500e-6, FAST: 250e-6, SLOW: 700e-6}[rates]
-    return replace(rates, layer_seconds=layer, row_seconds=2e-6)
+    """Rollouts by this package's sampler: no CUDA graphs, so each layer's launches cost; but its sampling is one operation."""
+    return replace(rates, layer_seconds=rates.launch_seconds, row_seconds=2e-6)

@@ -8,9 +8,9 @@ import random
 from collections.abc import Sequence
 
 from iwopd.cluster.plan.gpus import Gpu
-from iwopd.cluster.plan.models import Model
 from iwopd.cluster.plan.rates import Rates
 from iwopd.cluster.plan.work import decode_bytes, decode_flops
+from iwopd.train.memory import ModelShape
 
 
 def answer_lengths(count: int, mean: float, most: int, *, everyone: int | None = None) -> list[int]:
@@ -41,7 +41,7 @@ def _rate(mean: float, most: int) -> float:
 
 
 def step_seconds(
-    model: Model, gpu: Gpu, rates: Rates, shards: int, rows: int, context: float, number_bytes: float = 2
+    model: ModelShape, gpu: Gpu, rates: Rates, shards: int, rows: int, context: float, number_bytes: float = 2
 ) -> float:
     """One decoding step of `rows` rows with `context` tokens in their caches, on `shards` GPUs."""
     read = decode_bytes(model, rows, context, number_bytes, number_bytes)
@@ -52,7 +52,7 @@ def step_seconds(
 
 
 def decode_seconds(
-    model: Model,
+    model: ModelShape,
     gpu: Gpu,
     rates: Rates,
     *,

@@ -7,9 +7,8 @@ from typing import Any
 
 from iwopd.cluster.plan.estimate import Plan, StepTime, split_settings
 from iwopd.cluster.plan.layout import Need
-from iwopd.cluster.plan.models import Model
+from iwopd.train.memory import GB, ModelShape
 
-GB = 1e9
 IDLE = 0.3
 """Share of a step below which the teacher's GPUs are worth a remark."""
 LABEL = "An estimate: arithmetic and published rates (docs/plan.md). Nothing of it was run on a GPU."
@@ -25,7 +24,7 @@ def report(plan: Plan, price: float | None = None) -> str:
 
 def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
     """All of it, for programs. Seconds, bytes and hours; ranges as low, typical, high."""
-    job, layout = plan.job, plan.layout
+    work, layout = plan.work, plan.layout
     times = {"low": plan.fast, "typical": plan.typical, "high": plan.slow}
     hours = {name: plan.hours(time) for name, time in times.items()}
     gpu_hours = {name: value * plan.gpus for name, value in hours.items()}
@@ -34,11 +33,10 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
         "gpu": layout.gpu.name,
         "nodes": layout.nodes,
         "gpus_per_node": layout.gpus_per_node,
-        "engine": layout.engine,
+        "engine": layout.trainer,
         "models": {
-            role: {"name": model.name, "parameters": model.count.total, "active": model.active, "shape": model.source}
-            for role, model in (("student", job.student), ("teacher", job.teacher))
-            if model is not None
+            role: {"name": model.name, "parameters": model.count.total, "active": model.active, "shape": model.origin}
+            for role, model in {"student": work.student, **work.teachers}.items()
         },
         "split": {
             "student_gpus": layout.student_gpus,
@@ -54,11 +52,11 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
             for need in layout.needs
         ],
         "step": {
-            "rollouts": job.rollouts,
-            "mean_prompt_tokens": job.prompt,
-            "mean_response_tokens": job.answer,
-            "response_tokens_assumed": job.answer_assumed,
-            "response_tokens": job.rollouts * job.answer,
+            "rollouts": work.rollouts,
+            "mean_prompt_tokens": work.prompt,
+            "mean_response_tokens": work.answer,
+            "response_tokens_assumed": work.answer_assumed,
+            "response_tokens": work.rollouts * work.answer,
             "rows_under_way": plan.typical.rows,
             "seconds": {name: time.total for name, time in times.items()},
             "stages": {
@@ -66,7 +64,7 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
             },
             "teacher_work_seconds": plan.typical.teacher,
         },
-        "steps": job.config.steps,
+        "steps": work.config.steps,
         "hours": hours,
         "gpu_hours": gpu_hours,
         "cost": None if price is None else {name: value * price for name, value in gpu_hours.items()},
@@ -75,29 +73,33 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    job, layout = plan.job, plan.layout
+    work, layout = plan.work, plan.layout
     yield f"{layout.nodes} x {layout.gpus_per_node} {layout.gpu.title}. {LABEL}"
     yield ""
-    yield f"student   {_model(job.student)}"
-    yield f"teacher   {_model(job.teacher) if job.teacher else 'behind servers, which are not counted'}"
-    if layout.engine == "local":
-        yield "engine    this package's trainer on one GPU, one stage after the other"
+    yield f"student   {_model(work.student)}"
+    for name, teacher in work.teachers.items():
+        yield f"{name:<9} {_model(teacher)}"
+    if work.config.teacher.has_servers:
+        yield "teacher   behind servers, which are not counted"
+    if layout.trainer == "local":
+        yield "trainer   this package's trainer on one GPU, one stage after the other"
         return
-    copies = layout.teacher_gpus // layout.teacher_shards
+    count = len(work.teachers)
     yield (
-        f"engine    verl: {layout.student_gpus} GPUs for the student ({layout.engines} rollout engines of "
-        f"{layout.rollout_shards}), {layout.teacher_gpus} for the teacher ({copies} copies of {layout.teacher_shards})"
+        f"trainer   verl: {layout.student_gpus} GPUs for the student ({layout.engines} rollout engines of "
+        f"{layout.rollout_shards}), {layout.teacher_gpus} for {'the teacher' if count == 1 else f'{count} teachers'} "
+        f"({layout.teacher_copies} copies of {layout.teacher_shards}{'' if count == 1 else ' each'})"
     )
     if settings := split_settings(plan):
         which = "the fastest split by this estimate" if plan.fits else "no split fits; this is the nearest"
         yield f"          {which}: {' '.join(settings)}"
 
 
-def _model(model: Model) -> str:
+def _model(model: ModelShape) -> str:
     sizes = f"{_count(model.count.total)} parameters"
     if model.count.experts:
         sizes += f", {_count(model.active)} of them active"
-    return f"{model.name}: {sizes} ({model.source})"
+    return f"{model.name}: {sizes} ({model.origin})"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -112,18 +114,18 @@ def _parts(need: Need) -> str:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    job, typical = plan.job, plan.typical
-    tokens = job.rollouts * job.answer
-    about = "assumed, set --response-tokens" if job.answer_assumed else "given"
+    work, typical = plan.work, plan.typical
+    tokens = work.rollouts * work.answer
+    about = "assumed, set --response-tokens" if work.answer_assumed else "given"
     yield (
-        f"a step    {job.rollouts} rollouts, mean answer {job.answer:.0f} of at most {job.longest_answer} tokens ({about}), "
-        f"mean prompt {job.prompt} (assumed): {_count(tokens)} answer tokens"
+        f"step      {work.rollouts} rollouts, mean answer {work.answer:.0f} of at most {work.longest_answer} tokens ({about}), "
+        f"mean prompt {work.prompt} (assumed): {_count(tokens)} answer tokens"
     )
     yield f"{'stage':<24}{'seconds':>8}  {'low - high':<17}{'share':>6}"
     for name, seconds in typical.stages().items():
         low, high = plan.fast.stages().get(name, 0.0), plan.slow.stages().get(name, 0.0)
         remark = ""
-        if name == "teacher" and plan.layout.engine == "verl":
+        if name == "teacher" and plan.layout.trainer == "verl":
             remark = f"   waited for; {_seconds(typical.teacher)} s of work run beside the rollouts"
         yield f"  {name:<22}{_seconds(seconds):>8}  {_range(low, high):<17}{100 * seconds / typical.total:>5.0f}%{remark}"
     yield f"  {'step':<22}{_seconds(typical.total):>8}  {_range(plan.fast.total, plan.slow.total):<17}"
@@ -133,7 +135,7 @@ def _cost(plan: Plan, price: float | None) -> Iterator[str]:
     times: list[StepTime] = [plan.fast, plan.typical, plan.slow]
     low, middle, high = (plan.hours(time) for time in times)
     yield (
-        f"{plan.job.config.steps} steps: {_hours(middle)} ({_hours(low)} - {_hours(high)}), "
+        f"{plan.work.config.steps} steps: {_hours(middle)} ({_hours(low)} - {_hours(high)}), "
         f"{_figure(middle * plan.gpus)} GPU-hours ({_figure(low * plan.gpus)} - {_figure(high * plan.gpus)})"
     )
     if price is not None:
@@ -147,12 +149,12 @@ def answers(plan: Plan) -> Iterator[str]:
     yield _fit_words(plan)
     if plan.fits:
         yield f"{_bottleneck_words(plan)}."
-    if plan.fits and plan.job.compute_bytes == 4:
+    if plan.fits and plan.work.compute_bytes == 4:
         yield "It computes in float32, which takes longer than this estimate says: set precision = 'bf16'."
-    if plan.fits and plan.layout.engine == "verl" and (busy := plan.typical.teacher / plan.typical.total) < IDLE:
+    if plan.fits and plan.layout.trainer == "verl" and (busy := plan.typical.teacher / plan.typical.total) < IDLE:
         yield (
             f"The teacher's {plan.layout.teacher_gpus} GPUs work {100 * busy:.0f} % of the time; fewer would do, if the others "
-            f"divide the {plan.job.rollouts // plan.job.config.optim.mini_batches} rollouts of an update."
+            f"divide the {plan.work.rows_per_update} rollouts of an update."
         )
 
 
@@ -161,25 +163,25 @@ def _fit_words(plan: Plan) -> str:
     tight = [need for need in plan.layout.needs if need.verdict == "tight"]
     if wrong:
         what = "; ".join(
-            f"{need.who}: {need.needed / GB:.1f} GB needed, {need.available / GB:.1f} GB there. To change it: {need.way_out}"
+            f"{need.who}: {need.needed / GB:.1f} GB needed, {need.available / GB:.1f} GB there. To change it: {need.remedy}"
             for need in wrong
         )
         others = f". By this estimate it fits with {' or with '.join(plan.fitting)}" if plan.fitting else ""
         return f"Will it fit? No. {what}{others}."
     if tight:
         names = ", ".join(f"{need.who} ({need.needed / GB:.1f} of {need.available / GB:.1f} GB)" for need in tight)
-        return f"Will it fit? It is tight: {names}, before slack of 5-15 %. To be at ease: {tight[0].way_out}."
+        return f"Will it fit? It is tight: {names}, before slack of 5-15 %. To be at ease: {tight[0].remedy}."
     return "Will it fit? Yes, with room for what the arithmetic leaves out."
 
 
 def _bottleneck_words(plan: Plan) -> str:
-    time, job, layout = plan.typical, plan.job, plan.layout
+    time, work, layout = plan.typical, plan.work, plan.layout
     stages = time.stages()
     name = max(stages, key=lambda stage: stages[stage])
     share = f"What is the bottleneck? {name.capitalize()}: {100 * stages[name] / time.total:.0f} % of the step. "
     if name == "rollout":
-        engine = layout.engine == "verl" or job.engine_weights == "copy"
-        share_now, possible = job.config.engine.vllm.memory_share, int(20 * layout.largest_share) / 20
+        engine = layout.trainer == "verl" or work.writer == "engine"
+        share_now, possible = work.engine_share, int(20 * layout.largest_share) / 20
         raised = (
             f"raise engine.vllm.memory_share from {share_now:g} (up to {possible:g} fits)"
             if possible > share_now
@@ -188,13 +190,13 @@ def _bottleneck_words(plan: Plan) -> str:
         more = raised if engine else "put the teacher elsewhere, or train an adapter"
         return share + {
             "tail": "Most of it, the longest answers are written almost alone, and each token waits for the one before: more "
-            "GPUs hardly help. A lower rollout.max_tokens does, and more rollouts a step cost little",
-            "cache": f"The cache holds {time.rows} of an engine's {-(-job.rollouts // layout.engines)} answers at a time: "
+            "GPUs hardly help. A lower rollout.max_tokens does, and more rollouts per step cost little",
+            "cache": f"The cache holds {time.rows} of an engine's {-(-work.rollouts // layout.engines)} answers at a time: "
             f"{more}, or use more GPUs for the student",
             "bandwidth": "Each decoded token reads the weights and the caches: faster memory or more GPUs for the student help",
         }.get(time.rollout_limit, "")
     if name == "teacher":
-        if layout.engine == "local":
+        if layout.trainer == "local":
             return share + "Put the teacher behind a server with a GPU of its own, where it works while the student writes"
         return share + "The student waits for the scores: give the teacher more GPUs (cluster.teacher_gpus)"
     if name == "update" and time.update_limit == "network":
@@ -202,7 +204,7 @@ def _bottleneck_words(plan: Plan) -> str:
             share + "FSDP's weights and gradients travel for longer than is computed: raise optim.token_budget (fewer passes)"
         )
     if name in ("update", "old log-probs", "reference"):
-        slow = ". Experts without expert parallelism reach little of a GPU" if job.student.count.experts else ""
+        slow = ". Experts without expert parallelism reach little of a GPU" if work.student.count.experts else ""
         return share + f"It is computing: more GPUs for the student help{slow}"
     return share + "The step is so small that the overhead of a step counts: make it larger (rollout.prompts_per_step)"
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from iwopd.cluster.plan.models import Model
+from iwopd.train.memory import ModelShape
 
 
-def forward_flops(model: Model, tokens: int, scored: int, *, causal: bool = True) -> float:
+def forward_flops(model: ModelShape, tokens: int, scored: int, *, causal: bool = True) -> float:
     """One sequence through the layers, and `scored` of its tokens through the output matrix.
 
     causal: count only the half of attention that a causal kernel computes; False: all of it, as torch's counter does.
@@ -19,7 +19,7 @@ def forward_flops(model: Model, tokens: int, scored: int, *, causal: bool = True
     return 2 * model.count.active * tokens + attention + 2 * model.count.head * scored
 
 
-def update_flops(model: Model, tokens: int, scored: int, *, recompute: bool, causal: bool = True) -> float:
+def update_flops(model: ModelShape, tokens: int, scored: int, *, recompute: bool, causal: bool = True) -> float:
     """Forward and backward of one sequence: three times the forward, four with recomputed layers.
 
     The output matrix takes three products in either case: logits, and the gradients of hidden states and matrix.
@@ -28,19 +28,21 @@ def update_flops(model: Model, tokens: int, scored: int, *, recompute: bool, cau
     return (4 if recompute else 3) * layers + 6 * model.count.head * scored
 
 
-def all_flops(model: Model, prompt: int, answers: Sequence[int], *, update: bool = False, recompute: bool = False) -> float:
+def all_flops(
+    model: ModelShape, prompt: int, answers: Sequence[int], *, update: bool = False, recompute: bool = False
+) -> float:
     """Of many sequences: scores of the answers' tokens, or an update on them."""
     if update:
         return sum(update_flops(model, prompt + answer, answer, recompute=recompute) for answer in answers)
     return sum(forward_flops(model, prompt + answer, answer) for answer in answers)
 
 
-def decode_flops(model: Model, rows: int, context: float) -> float:
+def decode_flops(model: ModelShape, rows: int, context: float) -> float:
     """One decoding step of `rows` rows whose contexts add up to `context` tokens."""
     return 2 * (model.count.active + model.count.head) * rows + 4 * model.layers * model.attention_width * context
 
 
-def decode_bytes(model: Model, rows: int, context: float, weight_bytes: float = 2, cache_bytes: float = 2) -> float:
+def decode_bytes(model: ModelShape, rows: int, context: float, weight_bytes: float = 2, cache_bytes: float = 2) -> float:
     """What one decoding step reads: the weights it meets, and the cache of all contexts.
 
     Of the experts it reads those that at least one row is sent to, if rows choose independently and evenly.
@@ -48,9 +50,9 @@ def decode_bytes(model: Model, rows: int, context: float, weight_bytes: float = 
     count = model.count
     touched = 1 - (1 - model.expert_share) ** rows
     weights = count.layers - count.experts + count.experts * touched + count.head
-    return weights * weight_bytes + context * model.cache_bytes * cache_bytes / 2
+    return weights * weight_bytes + context * model.cache_elements * cache_bytes
 
 
-def gathered_bytes(model: Model, recompute: bool) -> float:
+def gathered_bytes(model: ModelShape, recompute: bool) -> float:
     """What FSDP sends through each GPU's link for one micro-batch: weights (bfloat16) for every pass, gradients (float32)."""
     return model.count.total * (2 * (3 if recompute else 2) + 4)

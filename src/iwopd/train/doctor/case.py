@@ -85,7 +85,7 @@ def open_case(config: Config, folder: Path) -> Case:
             sources["reference"] = reference
         trust = config.models.trust_remote_code
         served = {"teacher"} if config.teacher.urls else set()
-        members = {name: _member(name, source, trust, name in served) for name, source in sources.items() if source}
+        members = {name: read_member(name, source, trust, name in served) for name, source in sources.items() if source}
     world = None if recipe is None else _nowhere(recipe)
     limit = config.rollout.max_tokens or (max_response_tokens(recipe.operands) if recipe is not None else None)
     notes: list[str] = []
@@ -112,7 +112,7 @@ def _nowhere(recipe: tiny.WorldRecipe) -> tiny.World:
     return tiny.World(recipe, Path("teacher"), Path("student"))
 
 
-def _member(name: str, source: ModelSource, trust_remote_code: bool, elsewhere: bool) -> Member:
+def read_member(name: str, source: ModelSource, trust_remote_code: bool, elsewhere: bool) -> Member:
     read = _read if _is_path(source.path) else _read_once
     return Member(name, source, *read(source, trust_remote_code), elsewhere=elsewhere)
 

@@ -46,7 +46,7 @@ def check_echo(paths: Sequence[ScoringPath], own: dict[str, list[Tensor]], rollo
     for path in paths:
         scores = path.scorer.score(rollouts)
         if (problem := _malformed(scores, rollouts)) is not None:
-            yield failure("echo", f"{path.name}: {problem}", _way_out(path))
+            yield failure("echo", f"{path.name}: {problem}", _remedy(path))
             continue
         if path.model_name in known:
             against, expected = known[path.model_name]
@@ -65,7 +65,7 @@ def _compare(path: ScoringPath, scores: list[Tensor], against: str, expected: li
         "echo",
         f"{path.name} differs from {against} by {mean:.3g} on average and up to {largest:.3g}: "
         f"{_diagnosis(scores, expected, mean)}",
-        _way_out(path),
+        _remedy(path),
     )
 
 
@@ -110,7 +110,7 @@ def _causal(path: ScoringPath, scores: list[Tensor], rollouts: Sequence[Rollout]
             "echo",
             f"{path.name}: another last token changes the score of token {first} of {len(rollout)}: its scores are off by one, "
             "or it does not score the sequence that it is given",
-            _way_out(path),
+            _remedy(path),
         )
     return passed(
         "echo", f"{path.name} scores every token by those before it (there is no local copy to compare the numbers with)"
@@ -128,5 +128,5 @@ def _malformed(scores: Sequence[Tensor], rollouts: Sequence[Rollout]) -> str | N
     return None
 
 
-def _way_out(path: ScoringPath) -> str:
+def _remedy(path: ScoringPath) -> str:
     return f"look at what serves the {path.model_name}: which model, which version, and that it gets the ids as they are"

@@ -8,10 +8,10 @@ from typing import Any
 
 from iwopd.cluster.plan.gpus import PlanError
 from iwopd.models import ModelError, ModelSource, load_configs
-from iwopd.train.memory import ParameterCount, cache_elements, count_parameters, head_sizes
+from iwopd.train.memory import ModelShape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PublicShape:
     """The numbers of a public config.json that decide size and work."""
 
@@ -27,70 +27,28 @@ class PublicShape:
 
 
 PUBLIC = {
-    "Qwen3-0.6B": PublicShape(1024, 3072, 28, 16),
-    "Qwen3-1.7B": PublicShape(2048, 6144, 28, 16),
-    "Qwen3-4B": PublicShape(2560, 9728, 36, 32),
-    "Qwen3-30B-A3B": PublicShape(2048, 768, 48, 32, experts=True, key_heads=4, tied=False),
-    "Qwen3-235B-A22B": PublicShape(4096, 1536, 94, 64, experts=True, key_heads=4, tied=False),
+    "Qwen3-0.6B": PublicShape(hidden=1024, inner=3072, layers=28, heads=16),
+    "Qwen3-1.7B": PublicShape(hidden=2048, inner=6144, layers=28, heads=16),
+    "Qwen3-4B": PublicShape(hidden=2560, inner=9728, layers=36, heads=32),
+    "Qwen3-30B-A3B": PublicShape(hidden=2048, inner=768, layers=48, heads=32, experts=True, key_heads=4, tied=False),
+    "Qwen3-235B-A22B": PublicShape(hidden=4096, inner=1536, layers=94, heads=64, experts=True, key_heads=4, tied=False),
 }
 """The paper's models (sources: docs/plan.md). The Instruct-2507 ones have the shape of the model they are named after."""
 
 SUFFIXES = ("-Instruct-2507", "-Thinking-2507", "-Base")
 
 
-@dataclass(frozen=True, eq=False)
-class Model:
-    """A model as the plan sees it."""
-
-    name: str
-    source: str
-    """Where its shape comes from, in words."""
-    config: Any
-    """Of transformers."""
-    count: ParameterCount
-
-    @property
-    def layers(self) -> int:
-        return int(self.config.get_text_config().num_hidden_layers)
-
-    @property
-    def attention_width(self) -> int:
-        """Heads x width of one."""
-        heads, _, width = head_sizes(self.config.get_text_config())
-        return heads * width
-
-    @property
-    def expert_share(self) -> float:
-        """Share of the experts that one token is sent to; 1 without experts."""
-        count = self.count
-        return (count.active - (count.layers - count.experts)) / count.experts if count.experts else 1.0
-
-    @property
-    def cache_bytes(self) -> int:
-        """Keys and values of one token in bfloat16."""
-        return 2 * cache_elements(self.config)
-
-    @property
-    def active(self) -> float:
-        """Parameters that one token meets, embedding and output matrix included."""
-        return self.count.total - self.count.layers + self.count.active
-
-
-def describe(name: str, source: str, config: Any) -> Model:
-    return Model(name, source, config, count_parameters(config))
-
-
-def read_model(source: ModelSource, role: str, *, trust_remote_code: bool = False) -> Model:
-    """Shape of a model without its weights: a local folder first, then the table, then the hub."""
+def read_model(source: ModelSource, setting: str, *, trust_remote_code: bool = False) -> ModelShape:
+    """Shape of the model that a setting names, without its weights: a local folder first, then the table, then the hub."""
     public = None if source.is_local or source.gguf_file else public_config(source.path)
     if public is not None:
-        return describe(str(source), "table of public shapes", public)
+        return ModelShape.of(public, str(source), "table of public shapes")
     try:
         config, _ = load_configs(source, trust_remote_code=trust_remote_code)
-        return describe(str(source), "its config.json" if source.is_local else "config.json on the hub", config)
+        return ModelShape.of(config, str(source), "its config.json" if source.is_local else "config.json on the hub")
     except (ModelError, ValueError, AttributeError) as error:
         raise PlanError(
-            f"models.{role} = {source}: its shape cannot be read ({_short(error)}). Name a local folder that holds its "
+            f"{setting} = {source}: its shape cannot be read ({_short(error)}). Name a local folder that holds its "
             f"config.json (weights are not needed), or one of the models that are known without a network: {', '.join(PUBLIC)}"
         ) from None
 

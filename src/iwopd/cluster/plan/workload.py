@@ -1,0 +1,95 @@
+"""A recipe in the plan's terms: its models' shapes and the size of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from iwopd.cluster.plan.gpus import PlanError
+from iwopd.cluster.plan.public_models import read_model
+from iwopd.config import Config
+from iwopd.models import ModelSource
+from iwopd.tiny.models import ModelSize, new_model
+from iwopd.tiny.world import max_response_tokens
+from iwopd.train.loading import reference_source, source_of, world_recipe
+from iwopd.train.memory import ModelShape, RunShape
+
+PROMPT_TOKENS = 256
+"""Assumed mean length of a prompt (a problem in its chat template), where longer ones are allowed."""
+ANSWER_SHARE = 1 / 4
+"""Assumed mean length of an answer as a share of the longest, where nobody says; the range then goes from half to double."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Workload(RunShape):
+    """What a run asks of its GPUs."""
+
+    longest_answer: int
+    answer: float
+    """Mean length of an answer."""
+    answer_assumed: bool
+    prompt: int
+    """Mean length of a prompt."""
+
+    @property
+    def rows_per_update(self) -> int:
+        """Rollouts of one optimizer step."""
+        return self.rollouts // self.config.optim.mini_batches
+
+
+def open_workload(config: Config, response_tokens: float | None = None) -> Workload:
+    """Read the models' shapes and decide the lengths."""
+    recipe, served = world_recipe(config), bool(config.teacher.urls)
+    if recipe is not None:
+        student = _tiny("student", config, recipe.student.size)
+        first = {} if served else {"teacher": _tiny("teacher", config, recipe.teacher.size)}
+        longest_answer = config.rollout.max_tokens or max_response_tokens(recipe.operands)
+        prompt = longest_prompt = 2 * recipe.operands
+        response_tokens = response_tokens or min(longest_answer, max_response_tokens(recipe.operands))  # all are alike
+    else:
+        student = _read(config, "student")
+        first = {} if served else {"teacher": _read(config, "teacher")}
+        if config.rollout.max_tokens is None:
+            raise PlanError("rollout.max_tokens is empty: say how long an answer may get, e.g. --rollout.max_tokens 16384")
+        longest_answer, longest_prompt = config.rollout.max_tokens, config.data.max_prompt_tokens
+        prompt = min(PROMPT_TOKENS, longest_prompt)
+    if response_tokens is not None and not 1 <= response_tokens <= longest_answer:
+        raise PlanError(
+            f"--response-tokens {response_tokens:g} must lie in 1..{longest_answer} (rollout.max_tokens, the longest answer)"
+        )
+    return Workload(
+        config=config,
+        student=student,
+        teachers=first | _other_teachers(config),
+        reference=_reference(config, student),
+        longest=longest_prompt + longest_answer,
+        longest_answer=longest_answer,
+        answer=response_tokens if response_tokens is not None else max(1.0, longest_answer * ANSWER_SHARE),
+        answer_assumed=response_tokens is None,
+        prompt=prompt,
+    )
+
+
+def _other_teachers(config: Config) -> dict[str, ModelShape]:
+    trust = config.models.trust_remote_code
+    return {
+        f"teacher {name!r}": read_model(ModelSource.of(other.model), f"teacher.others.{name}.model", trust_remote_code=trust)
+        for name, other in config.teacher.others.items()
+        if other.model is not None
+    }
+
+
+def _reference(config: Config, student: ModelShape) -> ModelShape | None:
+    source = reference_source(config)
+    if source is not None and source != source_of(config, "student"):
+        return _read(config, "reference")
+    return student if config.method.made.needs_reference and not config.lora.rank else None
+
+
+def _tiny(role: str, config: Config, size: ModelSize) -> ModelShape:
+    return ModelShape.of(new_model(size, "plan").config, f"{role} of the world {config.models.world!r}", "embedded")
+
+
+def _read(config: Config, role: str) -> ModelShape:
+    source = source_of(config, role)
+    assert source is not None  # the config was validated
+    return read_model(source, f"models.{role}", trust_remote_code=config.models.trust_remote_code)

@@ -1,0 +1,160 @@
+"""A recipe and the shapes of its models: what each device has to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from iwopd.config import Config
+from iwopd.config.engines import engine_type
+from iwopd.rollout.local import CACHE_BYTES_CPU
+from iwopd.train.memory.shapes import ModelShape
+from iwopd.train.memory.step import (
+    DTYPE_BYTES,
+    ENGINE_WORKING,
+    QUANTIZED_BYTES,
+    DeviceLoad,
+    StepMemory,
+    Stored,
+    Student,
+    WriterMemory,
+    scoring_parts,
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RunShape:
+    """A run, as far as its memory is concerned."""
+
+    config: Config
+    student: ModelShape
+    teachers: Mapping[str, ModelShape]
+    """Those that the run loads itself, by name; one behind servers takes no memory here."""
+    reference: ModelShape | None
+    """Where it is a model of its own, not the student without its adapter."""
+    longest: int
+    """Tokens of the longest prompt and answer together."""
+
+    @property
+    def rollouts(self) -> int:
+        """Of one step."""
+        return self.config.rollout.prompts_per_step * self.config.rollout.samples
+
+    @property
+    def micro_batch(self) -> int:
+        """Tokens of the largest micro-batch: the budget, but at least one whole rollout."""
+        return max(self.longest, min(self.config.optim.token_budget, self.rollouts * self.longest))
+
+    @property
+    def weight_bytes(self) -> int:
+        return DTYPE_BYTES[self.config.models.dtype]
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of activations."""
+        return 2 if self.config.precision == "bf16" else self.weight_bytes
+
+    @property
+    def teacher_bytes(self) -> int:
+        return DTYPE_BYTES[self.config.models.teacher_dtype or self.config.models.dtype]
+
+    def teacher_share(self, gpus: int) -> float:
+        """The part of each teacher that `models.teacher_device` puts beside the student, on a machine with so many GPUs."""
+        device = self.config.models.teacher_device
+        if device == "auto" and gpus:
+            return 1 / gpus
+        same = ("cuda", "cuda:0") if gpus else ("cpu", "auto")
+        return 1.0 if device is None or device in same else 0.0
+
+    # The settings of the rollout engine, each read in one place.
+
+    @property
+    def writer(self) -> Literal["sampler", "engine", "elsewhere"]:
+        """Who writes with the local trainer: its own sampler, an engine with its own copy of the student, a server."""
+        kinds: dict[str, Literal["sampler", "engine", "elsewhere"]] = {"student": "sampler", "copy": "engine"}
+        return kinds.get(engine_type(self.config.rollout.engine).weights, "elsewhere")
+
+    @property
+    def engine_share(self) -> float:
+        """Of a GPU's memory, for engine, cache and all."""
+        return self.config.engine.vllm.memory_share
+
+    @property
+    def engine_shards(self) -> int:
+        """GPUs of one rollout engine, at least."""
+        return self.config.engine.vllm.tensor_parallel
+
+    @property
+    def engine_sleeps(self) -> bool:
+        return self.config.engine.vllm.sleep
+
+    @property
+    def engine_cache(self) -> float | None:
+        """Bytes of the engine's cache, where they are set."""
+        return None if self.config.engine.vllm.cache_gb is None else self.config.engine.vllm.cache_gb * 2**30
+
+    def writing_bytes(self, trainer: Literal["local", "verl"]) -> int:
+        """Of a number in the writer's weights and cache; verl's engine follows `precision`, the local trainer's do not."""
+        if trainer == "local" and self.writer == "sampler":
+            return self.weight_bytes
+        half = trainer == "verl" and self.config.precision == "bf16"
+        return DTYPE_BYTES[self.config.engine.vllm.dtype or ("bfloat16" if half else self.config.models.dtype)]
+
+    @cached_property
+    def _trained(self) -> Student:
+        lora = self.config.lora
+        return Student(
+            self.student,
+            number_bytes=self.weight_bytes,
+            compute_bytes=self.compute_bytes,
+            adapter=self.student.adapter_parameters(lora) if lora.rank else 0,
+            quantized_bytes=QUANTIZED_BYTES.get(lora.quantize),
+            gradient_checkpointing=self.config.optim.gradient_checkpointing,
+        )
+
+    def on_one_device(self, *, gpus: int = 1, memory: float = 0.0) -> StepMemory:
+        """The local trainer's device, which holds student, teachers and reference.
+
+        gpus: that the process sees; 0: it runs on a CPU. memory: bytes of the GPU, of which an engine takes its share.
+        Of the sampler's cache, a GPU must hold one row: more are under way if there is room. A CPU's has a fixed budget.
+        """
+        share = self.teacher_share(gpus)
+        return DeviceLoad(
+            self._trained,
+            self.micro_batch,
+            teachers=tuple(Stored(teacher, self.teacher_bytes, share) for teacher in self.teachers.values()),
+            reference=None if self.reference is None else Stored(self.reference, self.weight_bytes),
+            on_gpu=gpus > 0,
+            writer=self._writer(gpus > 0, memory),
+        ).memory
+
+    def _writer(self, on_gpu: bool, memory: float) -> WriterMemory:
+        if self.writer == "elsewhere":
+            return WriterMemory()
+        row = self.longest * self.student.cache_elements * self.writing_bytes("local")
+        if self.writer == "sampler":
+            return WriterMemory(cache=row * (1 if on_gpu else max(1, min(self.rollouts, CACHE_BYTES_CPU // row))))
+        weights = Stored(self.student, self.writing_bytes("local")).weights
+        working = ENGINE_WORKING if on_gpu else 0.0
+        room = self.engine_share * memory - weights - working if on_gpu else 2**30
+        return WriterMemory(weights, working, self.engine_cache or max(room, row), stays=not self.engine_sleeps)
+
+    def on_verl(self, *, gpus: int, engine_shards: int, gpu_memory: float) -> StepMemory:
+        """One of the student's `gpus` GPUs on verl, with rollout engines of `engine_shards` GPUs that sleep in the update."""
+        weights = Stored(self.student, self.writing_bytes("verl"), 1 / engine_shards).weights
+        room = self.engine_share * gpu_memory - weights - ENGINE_WORKING
+        return DeviceLoad(
+            self._trained,
+            -(-self.micro_batch // self.config.cluster.sequence_parallel),
+            reference=None if self.reference is None else Stored(self.reference, self.weight_bytes, 1 / gpus),
+            trainer="verl",
+            shards=gpus,
+            writer=WriterMemory(weights, ENGINE_WORKING, max(0.0, room)),
+            offloaded=self.config.cluster.offload,
+        ).memory
+
+    def scoring_on_verl(self, teacher: ModelShape, shards: int) -> dict[str, float]:
+        """One of the `shards` GPUs of a teacher's copy on verl, which writes one token after the longest answer."""
+        return scoring_parts(Stored(teacher, self.teacher_bytes, 1 / shards), self.longest + 1)

@@ -1,0 +1,207 @@
+"""From what one device holds and computes in a step to bytes by part. The arithmetic in words: docs/gpu.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from iwopd.algo.head import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
+from iwopd.train.memory.shapes import ModelShape
+
+GB = 1e9
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}
+"""Of a parameter in a quantised matrix, scales included."""
+ADAPTER_BYTES = 4
+"""An adapter is trained in float32, whatever the model's precision."""
+ENGINE_WORKING = 2e9
+"""Bytes of a vLLM engine besides weights and cache: activations of a batch, CUDA graphs. An assumption."""
+SCORED_TOKENS = 8192
+"""Tokens whose logits vLLM makes at once for prompt log-probs (verl's default `max_num_batched_tokens`)."""
+SCORED_BYTES = 6
+"""Of each of those logits: a bfloat16 and a float32 copy (docs/plan.md)."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A model that is only read: a teacher, the reference, the rollout engine's copy of the student."""
+
+    shape: ModelShape
+    number_bytes: int
+    """Of a parameter."""
+    share: float = 1.0
+    """The part of it that lies on this device."""
+
+    @property
+    def weights(self) -> float:
+        return self.shape.count.total * self.number_bytes * self.share
+
+
+@dataclass(frozen=True)
+class Student:
+    """The trained model: how its weights are stored, computed with and updated."""
+
+    shape: ModelShape
+    number_bytes: int = 4
+    """Of a parameter as it is loaded."""
+    compute_bytes: int = 2
+    """Of a number in the forward pass: under autocast less than `number_bytes`."""
+    adapter: int = 0
+    """Parameters of the LoRA adapter; 0: all weights are trained."""
+    quantized_bytes: float | None = None
+    """Of a parameter in the layers' matrices, where these are quantised."""
+    gradient_checkpointing: bool = True
+
+    @property
+    def weights(self) -> float:
+        count = self.shape.count
+        matrices = self.number_bytes if self.quantized_bytes is None else self.quantized_bytes
+        return count.layers * matrices + (count.total - count.layers) * self.number_bytes + ADAPTER_BYTES * self.adapter
+
+    @property
+    def gradients(self) -> float:
+        """Gradients have the dtype of the trained weights. So has each of AdamW's two moments."""
+        return ADAPTER_BYTES * self.adapter if self.adapter else self.number_bytes * self.shape.count.total
+
+    @property
+    def autocast_copies(self) -> float:
+        """The layers' matrices in the precision that autocast computes in, kept for the backward pass.
+
+        Frozen ones are made again with each checkpointed layer, so that only those of one layer exist at a time.
+        """
+        if self.compute_bytes >= self.number_bytes:
+            return 0.0
+        count = self.shape.count
+        one_layer = bool(self.adapter) and self.gradient_checkpointing
+        return self.compute_bytes * (count.largest_layer if one_layer else count.layers)
+
+
+@dataclass(frozen=True)
+class WriterMemory:
+    """Bytes of what writes the rollouts on this device."""
+
+    weights: float = 0.0
+    """A rollout engine's own copy of the student."""
+    working: float = 0.0
+    cache: float = 0.0
+    """Keys and values of the rollouts under way."""
+    stays: bool = False
+    """It keeps all of this through the update."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {"engine's weights": self.weights, "engine's working": self.working, "cache": self.cache}
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.working + self.cache
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one step on one device, by what they hold."""
+
+    weights: float
+    adam: float
+    gradients: float
+    teachers: float
+    reference: float
+    autocast_copies: float
+    activations: float
+    """Of one micro-batch."""
+    head: float
+    """Logits that exist at one time, and the gradient of the output matrix."""
+    gathered_layers: float
+    """On verl: what FSDP makes whole for the moment (two layers, embedding and output matrix), with its gradients."""
+    writer: WriterMemory
+    offloaded: bool
+    """The training state leaves the device while rollouts are written."""
+
+    @property
+    def update_parts(self) -> dict[str, float]:
+        """By name, those of 0 bytes, too."""
+        sizes = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+        return {name: size for name, size in sizes.items() if name not in ("writer", "offloaded")}
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return self.update_parts | self.writer.parts
+
+    @property
+    def state(self) -> float:
+        """What outlives a stage: weights, Adam's moments, and the models that score."""
+        return self.weights + self.adam + self.teachers + self.reference
+
+    @property
+    def update(self) -> float:
+        """While the update runs."""
+        return sum(self.update_parts.values()) + (self.writer.total if self.writer.stays else 0.0)
+
+    @property
+    def rollouts(self) -> float:
+        """While the rollouts are written."""
+        return (0.0 if self.offloaded else self.state) + self.writer.total
+
+    @property
+    def total(self) -> float:
+        """The larger of the two, which come one after the other."""
+        return max(self.update, self.rollouts)
+
+    @property
+    def checkpoint(self) -> float:
+        """Bytes of a checkpoint: the trained weights, as large as their gradients, and Adam's moments."""
+        return self.gradients + self.adam
+
+
+@dataclass(frozen=True)
+class DeviceLoad:
+    """What one device holds and computes in a step."""
+
+    student: Student
+    micro_batch_tokens: int
+    """Of the update, on this device."""
+    teachers: tuple[Stored, ...] = ()
+    reference: Stored | None = None
+    trainer: Literal["local", "verl"] = "local"
+    """local: fused head, autocast; verl: FSDP over `shards` devices and a whole matrix of logits."""
+    shards: int = 1
+    """Devices over which student, gradients and moments are spread."""
+    on_gpu: bool = True
+    writer: WriterMemory = WriterMemory()
+    offloaded: bool = False
+
+    @property
+    def memory(self) -> StepMemory:
+        student, count, spread = self.student, self.student.shape.count, self.trainer == "verl"
+        kept = student.shape.activation_elements(student.gradient_checkpointing)
+        return StepMemory(
+            weights=student.weights / self.shards,
+            adam=2 * student.gradients / self.shards,
+            gradients=student.gradients / self.shards,
+            teachers=sum(teacher.weights for teacher in self.teachers),
+            reference=0.0 if self.reference is None else self.reference.weights,
+            autocast_copies=0.0 if spread else student.autocast_copies,
+            activations=self.micro_batch_tokens * kept * student.compute_bytes,
+            head=self._logits + (0 if student.adapter else 4 * count.head),  # that gradient is summed in float32
+            gathered_layers=2 * student.compute_bytes * (count.outside + 2 * count.largest_layer) if spread else 0.0,
+            writer=self.writer,
+            offloaded=self.offloaded,
+        )
+
+    @property
+    def _logits(self) -> float:
+        """Two copies for a whole micro-batch on verl; the fused head has two float32 buffers for a chunk of tokens."""
+        twice = 2 * self.micro_batch_tokens * self.student.shape.vocabulary
+        if self.trainer == "verl":
+            return twice * self.student.compute_bytes
+        return 4 * min(twice, CHUNK_ELEMENTS_GPU if self.on_gpu else CHUNK_ELEMENTS_CPU)
+
+
+def scoring_parts(teacher: Stored, longest: int) -> dict[str, float]:
+    """Bytes by part of a teacher's vLLM engine on one GPU, as verl starts it; the logits lie outside the engine's share."""
+    return {
+        "weights": teacher.weights,
+        "one longest answer": longest * teacher.shape.cache_elements * teacher.number_bytes * teacher.share,
+        "engine's working": ENGINE_WORKING,
+        "logits": SCORED_TOKENS * teacher.shape.vocabulary * SCORED_BYTES,
+    }
