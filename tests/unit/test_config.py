@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from iwopd.cli import main
-from iwopd.commands.train import parse_overrides
+from iwopd.commands.options import parse_overrides
 from iwopd.config import ConfigError, config_toml, differences, load_config, make_config, settings
 from iwopd.demo import tiny_settings
 from iwopd.methods import METHODS, TITLES

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    from iwopd.commands.train import parse_overrides
+    from iwopd.commands.options import parse_overrides
     from iwopd.config import load_config
     from iwopd.train.assembly import assemble
     from iwopd.train.doctor import Finding, examine_models, examine_recipe

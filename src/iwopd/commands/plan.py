@@ -29,7 +29,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     import json
 
     from iwopd.cluster.plan import PlanError, as_dict, find_gpu, make_plan, open_job, report
-    from iwopd.commands.train import parse_overrides
+    from iwopd.commands.options import parse_overrides
     from iwopd.config import load_config
 
     gpu = find_gpu(options.gpu)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from iwopd.commands.options import parse_overrides
 
 if TYPE_CHECKING:
     from iwopd.config import Config
@@ -104,24 +105,6 @@ def _run_on_verl(options: argparse.Namespace, config: Config, folder: Path) -> i
         )
     print(f"{step} steps done; run directory: {folder}")
     return 0
-
-
-def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
-    """`--optim.lr 1e-4` and `--optim.lr=1e-4`, in any number."""
-    from iwopd.config import ConfigError, parse_value
-
-    overrides: dict[str, Any] = {}
-    words = iter(rest)
-    for word in words:
-        if not word.startswith("--"):
-            raise ConfigError(f"do not know what to do with {word!r}; settings look like --optim.lr 1e-4")
-        name, given, text = word[2:].partition("=")
-        if not given:
-            text = next(words, "")
-            if not text or text.startswith("--"):
-                raise ConfigError(f"--{name} needs a value, e.g. --{name} 1")
-        overrides[name.replace("-", "_")] = parse_value(text)
-    return overrides
 
 
 def _settings_help() -> str:
