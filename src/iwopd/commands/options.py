@@ -52,5 +52,17 @@ def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
             text = next(remaining, "")
             if not text or text.startswith("--"):
                 raise ConfigError(f"--{name} needs a value, e.g. --{name} 1")
-        overrides[name.replace("-", "_")] = parse_value(text)
+        overrides[_setting(name)] = parse_value(text)
     return overrides
+
+
+USERS_KEYS = ("eval.data.", "teacher.others.")
+"""Tables whose keys a user chooses: tasks and teachers."""
+
+
+def _setting(name: str) -> str:
+    """The name of a setting, in which `-` may stand for `_`; a key that a user chose stays as written."""
+    given, parts = name.split("."), name.replace("-", "_").split(".")
+    if name.replace("-", "_").startswith(USERS_KEYS):
+        parts[2] = given[2]
+    return ".".join(parts)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
 
-from iwopd import algo
 from iwopd.config.section import Beta, Section
 
 
@@ -25,6 +23,10 @@ class Method(Section):
 
     @model_validator(mode="after")
     def _rule_exists(self) -> Self:
+        import torch
+
+        from iwopd import algo  # here: --help reads the settings, and needs no torch
+
         nothing = torch.zeros(1, 2)
         try:  # on two tokens: wrong names and values are found here, not after the first rollouts
             algo.token_weights(self.weights, nothing, nothing == 0, progress=0.0, **self.params)

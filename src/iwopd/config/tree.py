@@ -23,7 +23,7 @@ class Config(Section):
     models: Models = Field(default_factory=Models.model_construct)
     lora: Lora = Lora()
     data: Data = Data()
-    method: Method = Method()
+    method: Method = Field(default_factory=Method)
     rollout: RolloutSettings = RolloutSettings()
     vllm: Vllm = Vllm()
     optim: Optim = Optim()
