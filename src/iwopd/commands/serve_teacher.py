@@ -42,6 +42,7 @@ def add(commands: Any) -> None:
     add_model_options(parser)
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--token-budget", type=int, help="tokens that go through the model at a time")
+    parser.add_argument("--vocab-size", type=int, help="ids that can occur, without padding rows (default: its tokenizer's)")
     parser.add_argument("--max-length", type=int, help="longest sequence, one token more included (default: the model's)")
     parser.set_defaults(run=_run)
 
@@ -63,8 +64,9 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     with server:
         model = load_model(options.model, **model_options(options)).eval()
         length = options.max_length or getattr(model.config, "max_position_embeddings", 2**31)
-        budget, ids = options.token_budget, served_vocabulary(options.model, model)
-        server.model = ServingModel(model, vocab_size=ids, max_length=length, token_budget=budget)
+        known = {"given": options.vocab_size, "trust_remote_code": options.trust_remote_code}
+        ids = served_vocabulary(options.model, model, **known)
+        server.model = ServingModel(model, vocab_size=ids, max_length=length, token_budget=options.token_budget)
         _stop_on_signals(server)
         print(f"serving {server.name} at {server.url} ({ids} ids, {length} tokens); stop with Ctrl-C", flush=True)
         server.serve_forever()
