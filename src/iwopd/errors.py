@@ -4,6 +4,10 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """What went wrong, with which value, and the way out. The command line prints it as one line and exits."""
+    """What went wrong, with which value, and what to do. The command line prints it as one line and exits."""
 
     exit_code = 2
+
+
+class ConfigError(UserError, ValueError):
+    """A setting that is wrong, said in words for the person who wrote it."""
