@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "iwopd"
 HEADER = "| room (`src/iwopd/…`) | lives here | may import |"
 
+PRIVATE = "a private module"
+
 Table = dict[str, set[str]]
 """Rooms by name (`eval`, `cluster/verl`, `lm`), and the rooms that each may import."""
 
@@ -90,16 +92,19 @@ def edges(table: Table, source: Path = SOURCE) -> dict[tuple[str, str], list[str
     found = defaultdict(list)
     for path in sorted(source.rglob("*.py")):
         module = path.relative_to(source).with_suffix("").as_posix().removesuffix("/__init__")
-        if module == "__init__":
+        if module == "__init__" or any(name.startswith(f"{module}/") for name in table):  # a package of rooms
             continue
         room = room_of(module, table)
         assert room is not None, f"src/iwopd/{module}.py is in no room of the table"
         for line, target in imports(path, source):
             other = room_of(target, table)
             assert other is not None, f"{path}:{line} imports {target}, which is in no room of the table"
-            if other != room:
-                found[room, other].append(f"{path.relative_to(source)}:{line}")
-    return dict(found)
+            where = f"{path.relative_to(source)}:{line}"
+            if other != room and where not in found[room, other]:
+                found[room, other].append(where)
+            if other != room and "/_" in f"/{target}" and not target.startswith("__"):
+                found[room, PRIVATE].append(f"{where} ({target})")
+    return {pair: where for pair, where in found.items() if where}
 
 
 def violations(table: Table, found: Mapping[tuple[str, str], list[str]]) -> list[str]:
@@ -165,9 +170,10 @@ def test_every_kind_of_import_is_seen(tmp_path: Path) -> None:
         "cli": "",
         "algo/__init__": "from iwopd.types import Prompt\nfrom iwopd import errors",
         "algo/deep": "def f():\n    import iwopd.train.loop\n",
-        "algo/more": "from . import deep\nfrom .deep import f\nfrom ..train import loop",
+        "algo/_own": "",
+        "algo/more": "from . import _own, deep\nfrom .deep import f\nfrom ..train import loop",
         "train/loop": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from iwopd.algo.deep import f\n",
-        "lm": "from iwopd import algo, cli",
+        "lm": "from iwopd import algo, cli\nfrom iwopd.algo._own import f",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -179,7 +185,8 @@ def test_every_kind_of_import_is_seen(tmp_path: Path) -> None:
     assert violations(table, found) == [
         "algo -> train: algo/deep.py:2, algo/more.py:3",
         "algo <-> train: a cycle (algo/deep.py:2; train/loop.py:3)",
-        "lm -> algo: lm.py:1",
+        "lm -> a private module: lm.py:2 (algo/_own)",
+        "lm -> algo: lm.py:1, lm.py:2",
         "lm -> cli: lm.py:1",
     ]
     (tmp_path / "new.py").write_text("")
