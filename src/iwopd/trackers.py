@@ -38,7 +38,8 @@ OpenTracker = Callable[[Path, str, Mapping[str, Any]], TrackerBackend]
 def _adopt(name: str, loaded: Any, where: str) -> OpenTracker:
     if not callable(loaded):
         raise TypeError(f"must be a class or function (folder, project, settings) -> tracker, got {loaded!r}")
-    return loaded  # type: ignore[no-any-return]
+    opener: OpenTracker = loaded
+    return opener
 
 
 TRACKERS: Registry[OpenTracker] = Registry("tracker", "iwopd.trackers", _adopt)

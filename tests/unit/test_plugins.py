@@ -12,8 +12,9 @@ import pytest
 
 from iwopd.config import ConfigError, make_config
 from iwopd.errors import UserError
-from iwopd.eval.catalog import TASKS, TaskSpec, find_task, load_task
+from iwopd.eval.catalog import TASKS, find_task, load_task
 from iwopd.eval.checkers import CHECKERS
+from iwopd.eval.problems import TaskSpec
 from iwopd.trackers import TRACKERS
 from iwopd.train.rundir import RunDirectory
 from iwopd.train.tracking import Tracker

@@ -140,6 +140,19 @@ def test_the_table_of_rooms_is_true() -> None:
     assert not wrong, f"{len(wrong)} violations\n" + "\n".join(wrong)
 
 
+@pytest.mark.xfail(strict=False, reason="the table is made true when all parts are in")
+def test_no_two_modules_import_each_other() -> None:
+    found = defaultdict(list)
+    for path in sorted(SOURCE.rglob("*.py")):
+        module = path.relative_to(SOURCE).with_suffix("").as_posix()
+        for line, target in imports(path):
+            other = f"{target}/__init__" if (SOURCE / target).is_dir() else target
+            if other != module:
+                found[module, other].append(f"{module}.py:{line}")
+    wrong = [f"{module} <-> {' <-> '.join(others)}" for module, others, _ in cycles(found)]
+    assert not wrong, "\n".join(wrong)
+
+
 EXAMPLE = f"""
 {HEADER}
 | --- | --- | --- |

@@ -30,9 +30,10 @@ class OwnProblems:
 
 
 def _adopt(name: str, loaded: Any, where: str) -> Checker | OwnProblems:
-    if isinstance(loaded, OwnProblems) or callable(loaded):
-        return loaded
-    raise TypeError(f"must be a function (prompts, texts) -> verdicts, or OwnProblems; got {loaded!r}")
+    if not (isinstance(loaded, OwnProblems) or callable(loaded)):
+        raise TypeError(f"must be a function (prompts, texts) -> verdicts, or OwnProblems; got {loaded!r}")
+    checker: Checker | OwnProblems = loaded
+    return checker
 
 
 CHECKERS: Registry[Checker | OwnProblems] = Registry("checker", "iwopd.checkers", _adopt)
