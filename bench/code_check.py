@@ -16,6 +16,7 @@ from pathlib import Path
 
 from iwopd.eval import evalplus
 from iwopd.eval.code import check_code
+from iwopd.eval.evalplus_problems import load_problems
 from iwopd.eval.sandbox import probe
 
 SETS = ("HumanEvalPlus.jsonl", "HumanEvalPlus-Mini.jsonl", "MbppPlus.jsonl")
@@ -47,7 +48,7 @@ def _one_check(backend: str | None) -> float:
 
 
 def _run(path: Path, options: argparse.Namespace) -> None:
-    problems = evalplus.load_problems(path)
+    problems = load_problems(path)
     wall, used = time.perf_counter(), _cpu()
     verdicts = evalplus.check_solutions(
         [(problem, problem.reference) for problem in problems], workers=options.workers, backend=options.backend

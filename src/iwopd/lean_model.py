@@ -1,8 +1,9 @@
 """The lean path: the layers of a Qwen3, Qwen2 or Llama model as plain functions of its weights, without gradients.
 
 For models small enough to train on a CPU, much of the time is overhead around the arithmetic: module calls, masks built
-again for every call, norms of a dozen operations. Here a whole layer is a dozen tensor operations. `rollout.lean_decoder` samples
-with it, and `lm` scores with it. The weights are read at construction, so build one per call: it is stale after an update.
+again for every call, norms of a dozen operations. Here a whole layer is a dozen tensor operations. `rollout.lean_decoder`
+samples with it, and `lm` scores with it. The weights are read at construction, so build one per call: it is stale after an
+update.
 
 Shape letters: N tokens, H hidden size, Q query heads, K key/value heads, D head size.
 """

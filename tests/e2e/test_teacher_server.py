@@ -154,6 +154,59 @@ def test_it_scores_what_a_local_model_scores(server: str, pair: dict[str, Any]) 
         check_server(remote, vocab_size=22, longest=9, examples=[])
 
 
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizer
+
+
+class OwnTokenizer(PreTrainedTokenizer):
+    def __init__(self, **settings):
+        self.ids = {f"<{number}>": number for number in range(21)}
+        super().__init__(**settings)
+
+    @property
+    def vocab_size(self):
+        return len(self.ids)
+
+    def get_vocab(self):
+        return dict(self.ids)
+"""
+
+
+@pytest.fixture
+def padded(tmp_path: Path) -> Path:
+    """A model with 32 output rows and a tokenizer of 21 ids, whose code comes with it."""
+    make_model("llama", vocab=32, seed=3).save_pretrained(tmp_path / "padded")
+    (tmp_path / "padded" / "own_tokenizer.py").write_text(OWN_TOKENIZER)
+    about = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own_tokenizer.OwnTokenizer", None]}}
+    (tmp_path / "padded" / "tokenizer_config.json").write_text(json.dumps(about))
+    return tmp_path / "padded"
+
+
+def test_padding_rows_have_no_share_in_the_softmax(padded: Path, processes: Processes, tmp_path: Path) -> None:
+    """A tokenizer of the repository's own code says how many ids are real."""
+    asked = rollouts(20)
+    _, url = processes.serve(padded, "--trust-remote-code", HF_MODULES_CACHE=str(tmp_path / "modules"))
+    remote = ServerScorer(ServerSettings((url,)))
+    check_server(remote, vocab_size=21, longest=20, examples=[(1, 2, 3)])
+    model = load_model(padded)
+    here, with_padding = LocalScorer(model, vocab_size=21).score(asked), LocalScorer(model).score(asked)
+    for ours, theirs, wrong in zip(remote.score(asked), here, with_padding, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+        assert not torch.allclose(ours, wrong, atol=1e-2)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_passed_over(padded: Path, processes: Processes) -> None:
+    process = processes.start("serve-teacher", padded, "--port", "0")
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 2
+    assert re.search(r"cannot load a tokenizer from .*--trust-remote-code.*--vocab-size", text, re.DOTALL)
+    asked = rollouts(5)
+    _, url = processes.serve(padded, "--vocab-size", "21")
+    here = LocalScorer(load_model(padded), vocab_size=21).score(asked)
+    for ours, theirs in zip(ServerScorer(ServerSettings((url,))).score(asked), here, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
 def status(url: str, *, token: str | None = None, data: bytes | None = None) -> int:
     request = urllib.request.Request(url, data=data)
     if token is not None:

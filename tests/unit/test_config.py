@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from iwopd.cli import main
-from iwopd.commands.train import parse_overrides
+from iwopd.commands.options import parse_overrides
 from iwopd.config import ConfigError, config_toml, differences, load_config, make_config, settings
 from iwopd.demo import tiny_settings
 from iwopd.methods import METHODS, TITLES
@@ -52,6 +52,25 @@ def test_overrides_and_round_trip(tmp_path: Path) -> None:
     assert "optim.lr: 0.0001 -> 0.001" in changes
     assert len(changes) == 4
     assert len(differences(again, config, ignore=["steps", "models"])) == 2
+
+
+def test_dashes_stay_in_the_keys_that_users_choose() -> None:
+    """`-` may stand for `_` in the name of a setting. A task or a teacher is called as its user calls it."""
+    words = ["--eval.data.tiny-drift", "F", "--eval.data.my-x=G", "--optim.grad-clip", "2", "--method.params.prior-slope=0.1"]
+    words += ["--teacher.others.my-x.urls", "['http://a:1']", "--teacher.others.my-x.max-in-flight", "3"]
+    words += ["--teacher.others.a_b-c", "{model = 'm-n'}"]
+    overrides = parse_overrides(words)
+    assert overrides["method.params.prior_slope"] == 0.1  # a parameter is Python's, and has no dash
+    config = load_config(RECIPES / "tiny" / "opd.toml", {n: v for n, v in overrides.items() if not n.startswith("method")})
+    assert config.eval.data == {"tiny-drift": "F", "my-x": "G"}
+    assert config.optim.grad_clip == 2
+    assert config.teacher.others.keys() == {"my-x", "a_b-c"}
+    assert (config.teacher.others["my-x"].max_in_flight, config.teacher.others["a_b-c"].model) == (3, "m-n")
+    assert [parse_overrides([f"--{name}", "1"]) for name in ("eval-data.a-b", "eval.data", "seed")] == [
+        {"eval_data.a_b": 1},
+        {"eval.data": 1},
+        {"seed": 1},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from typing import Any
 
 import pyarrow
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from hub_server import COMMIT, hub_server
@@ -127,11 +129,49 @@ def test_filters() -> None:
     for text, words in [
         ("difficulty", "cannot read the filter"),
         ("ability == code", "texts need quotes"),
-        ("ability in 'code'", "'in' needs a list"),
+        ("ability in 'code'", r"'in' needs a list, e.g. ability in \['code'\]"),
+        ("ability == 'code' or difficulty > 3", "conditions are joined by 'and' only"),
         ("difficulty >= __import__('os')", "not a number, quoted text or list"),
     ]:
         with pytest.raises(UserError, match=words):
             parse_filter(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "conditions"),
+    [
+        ("topic == 'sets and logic'", [("topic", "==", "sets and logic")]),
+        ("topic == 'sets and logic' and level > 3", [("topic", "==", "sets and logic"), ("level", ">", 3)]),
+        ("topic in [\"this and that\", 'now or never']", [("topic", "in", ["this and that", "now or never"])]),
+        ("""topic != "it's and isn't" and a == 'x'""", [("topic", "!=", "it's and isn't"), ("a", "==", "x")]),
+        (r"a == 'it\'s and so' and b == '\\' and c == 1", [("a", "==", "it's and so"), ("b", "==", "\\"), ("c", "==", 1)]),
+        ("a == ' and ' and b == 'and'", [("a", "==", " and "), ("b", "==", "and")]),
+        ("a == 'x == 1 and y in []'and b <= 2", [("a", "==", "x == 1 and y in []"), ("b", "<=", 2)]),
+        ("  a-b.c>=-1.5\n and\tandroid in[1]  ", [("a-b.c", ">=", -1.5), ("android", "in", [1])]),
+    ],
+)
+def test_a_filter_is_not_cut_inside_quotes(text: str, conditions: list[tuple[str, str, Any]]) -> None:
+    assert [(c.field, c.operator, c.value) for c in parse_filter(text)] == conditions
+
+
+PIECES = st.sampled_from(["'", '"', "\\", " and ", "and", " or ", " == 1", "[", "x", "\n"])
+VALUES = st.text() | st.lists(PIECES).map("".join) | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+CONDITIONS = st.tuples(st.sampled_from(["a", "b.c", "d-e", "band"]), st.sampled_from(["==", "!=", ">", "<=", "in"]), VALUES)
+
+
+@given(st.lists(CONDITIONS, min_size=1, max_size=4))
+def test_every_filter_reads_as_it_was_written(conditions: list[tuple[str, str, Any]]) -> None:
+    wanted = [(name, sign, [value] if sign == "in" else value) for name, sign, value in conditions]
+    text = " and ".join(f"{name} {sign} {value!r}" for name, sign, value in wanted)
+    assert [(c.field, c.operator, c.value) for c in parse_filter(text)] == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a == 1 and", "and a == 1", "a == 1 and and b == 2", "a == 'x", "a == 'x' b == 1", "a == " + "[" * 9999]
+)
+def test_a_filter_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="filter"):
+        parse_filter(text)
 
 
 # --- the paper's sets ------------------------------------------------------------------------------------------------

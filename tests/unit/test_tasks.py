@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from iwopd.config import make_config
 from iwopd.data.sources import Release, records
 from iwopd.errors import UserError
-from iwopd.eval.catalog import MATH_SUFFIX, SPECS, TaskSpec, find_task, load_task
+from iwopd.eval.catalog import MATH_SUFFIX, TASKS, find_task, load_task
 from iwopd.eval.checkers import exact_checker, math_checker
+from iwopd.tiny import build_tokenizer
+from iwopd.train.assembly import load_tasks
 from iwopd.types import Prompt
 from models import byte_tokenizer
 from shared_data import shared
@@ -33,11 +35,11 @@ def tokenizer() -> Any:
 
 def test_every_named_task_is_there() -> None:
     names = {"aime24", "aime25", "hmmt25", "math500", "gsm8k", "humaneval+", "mbpp+", "tiny"}
-    assert names <= SPECS.keys()
+    assert names <= TASKS.keys()
     for name in ("aime24", "aime25", "hmmt25"):
-        assert (SPECS[name].samples, SPECS[name].temperature) == (32, 1.0)  # the paper's mean@32
+        assert (TASKS[name].samples, TASKS[name].temperature) == (32, 1.0)  # the paper's mean@32
     for name in ("humaneval+", "mbpp+"):
-        assert SPECS[name].temperature == 0.0  # greedy, as in the paper
+        assert TASKS[name].temperature == 0.0  # greedy, as in the paper
 
 
 def test_a_math_prompt_ends_with_the_papers_words(tokenizer: Any, tmp_path: Path) -> None:
@@ -144,7 +146,8 @@ def test_a_task_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
     assert [v.status for v in task.check([task.prompts[0]] * 2, [" hi\n", "ho"])] == ["correct", "wrong"]
     for text, words in [
         ('cheker = "math"', "unknown key 'cheker'; did you mean 'checker'"),
-        ('checker = "poetry"', "checker must be math, code or exact"),
+        ('checker = "maths"', "mine.toml: unknown checker 'maths'; did you mean 'math'"),
+        ('checker = "poetry"', "unknown checker 'poetry'; choices: math, exact, code, tiny"),
         ("samples = true", "samples must be a int"),
         ('hub = "a/b"', "hub_file must name"),
         ("= 3", "cannot read the task file"),
@@ -154,20 +157,13 @@ def test_a_task_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
             find_task(str(toml))
 
 
-def test_tasks_behind_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real distribution on the path, as another package would bring it."""
-    (tmp_path / "their_tasks.py").write_text(
-        "from iwopd.eval.catalog import TaskSpec\n\ndef spec():\n    return TaskSpec('theirs', 'exact', samples=3)\n"
-    )
-    info = tmp_path / "their_tasks-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-tasks\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[iwopd.tasks]\ntheirs = their_tasks:spec\nbroken = their_tasks:TaskSpec.__doc__\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert find_task("theirs") == TaskSpec("theirs", "exact", samples=3)
-    with pytest.raises(UserError, match="gives a str, not a TaskSpec"):
-        find_task("broken")
-    sys.modules.pop("their_tasks", None)
+def test_data_that_no_task_would_read_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    data = write(tmp_path / "a.jsonl", GOOD)
+    with pytest.raises(UserError, match=r"task 'tiny-drift' makes its own problems: leave its data file .*a\.jsonl out"):
+        load_task(find_task("tiny-drift"), build_tokenizer(), data=data)
+    config = make_config({"models": {"world": "clean"}, "eval": {"tasks": ["aime24"], "data": {"aime25": str(data)}}})
+    with pytest.raises(UserError, match=r"eval\.data names 'aime25', which is not among eval\.tasks \(aime24\)"):
+        load_tasks(config, None, tokenizer, 10)
 
 
 def test_votes_of_the_math_checker() -> None:

@@ -11,10 +11,6 @@ from typing import Any
 from iwopd.errors import UserError
 
 
-class _UnreadableTextError(UserError):
-    pass
-
-
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "check-math",
@@ -39,7 +35,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
     timeout = TIMEOUT_SECONDS if options.timeout is None else options.timeout
     if not timeout > 0.0:
-        raise _UnreadableTextError(f"--timeout must be a positive number of seconds, got {timeout}")
+        raise UserError(f"--timeout must be a positive number of seconds, got {timeout}")
     outcome = check_math(_text(options.text), options.gold, timeout=timeout)
     if options.json:
         print(json.dumps({"status": outcome.status, "answer": outcome.answer, "detail": outcome.detail}))
@@ -57,7 +53,7 @@ def _text(argument: str) -> str:
         try:
             return Path(argument[1:]).read_bytes().decode(errors="surrogateescape")
         except OSError as error:
-            raise _UnreadableTextError(f"cannot read {argument[1:]!r}: {error.strerror or error}") from None
+            raise UserError(f"cannot read {argument[1:]!r}: {error.strerror or error}") from None
     return argument
 
 

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from iwopd.commands.options import words
+
 if TYPE_CHECKING:
     from iwopd.eval.results import ModelResults
 
@@ -59,7 +61,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.analysis.tables import print_comparison, render
     from iwopd.eval.results import ResultsError
 
-    tasks = [task.strip() for task in options.tasks.split(",") if task.strip()] if options.tasks is not None else None
+    tasks = words(options.tasks) if options.tasks is not None else None
     if tasks == []:
         raise ResultsError("--tasks is empty: name tasks, e.g. --tasks aime24,aime25")
     comparison = compare(

@@ -21,13 +21,15 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    from iwopd.commands.train import parse_overrides
+    from iwopd.commands.options import parse_overrides
     from iwopd.config import load_config
+
+    config = load_config(options.recipe, parse_overrides(rest))
+
     from iwopd.train.assembly import assemble
     from iwopd.train.doctor import Finding, examine_models, examine_recipe
     from iwopd.train.progress import pretraining_progress
 
-    config = load_config(options.recipe, parse_overrides(rest))
     folder = options.out or Path("runs") / f"{options.recipe.stem}-seed{config.seed}"
     findings: list[Finding] = []
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from iwopd.commands.engine_options import add_engine_options, engine_choice
+from iwopd.commands.options import add_model_options, model_options, words
 
 DESCRIPTION = """\
 Evaluate a model. Each task brings its protocol (aime24, aime25, hmmt25, math500, gsm8k: 32 samples at temperature 1, last
@@ -50,10 +51,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--data", action="append", default=[], metavar="TASK=FILE", help="take a task's problems from a file")
     parser.add_argument("--thinking", action="store_true", help="let the chat template switch thinking on")
     parser.add_argument("--no-chat", action="store_true", help="bare problems, for base models without a chat template")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps, ... (default: cpu)")
+    add_model_options(parser)
     add_engine_options(parser)
-    parser.add_argument("--trust-remote-code", action="store_true", help="run model code that a repository brings along")
     parser.add_argument("--unsafe-no-sandbox", action="store_true", help="run generated code unprotected (do not)")
     parser.add_argument("--out", type=Path, help="folder of the evaluation (default: evals/<model>)")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object, last")
@@ -67,7 +66,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     model, label, name = _model(options.model, options.step)
     request = Request(
         model=model,
-        tasks=_names(options.tasks),
+        tasks=words(options.tasks),
         samples=options.samples,
         temperature=options.temperature,
         top_p=options.top_p,
@@ -78,12 +77,10 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         thinking=options.thinking,
         chat=not options.no_chat,
         data=_data(options.data),
-        dtype=options.dtype,
-        device=options.device,
-        trust_remote_code=options.trust_remote_code,
         unsafe=options.unsafe_no_sandbox,
         engine=engine_choice(options),
         label=label,
+        **model_options(options),
     )
     out: Path = options.out or Path("evals") / name
     with ConsoleProgress() as progress:
@@ -92,17 +89,13 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _data(words: Sequence[str]) -> dict[str, Path]:
+def _data(given: Sequence[str]) -> dict[str, Path]:
     from iwopd.eval.session import RequestError
 
     found = {}
-    for word in words:
-        name, given, path = word.partition("=")
-        if not given or not path:
+    for word in given:
+        name, sign, path = word.partition("=")
+        if not sign or not path:
             raise RequestError(f"--data {word!r} should look like --data aime25=problems.jsonl")
         found[name] = Path(path)
     return found

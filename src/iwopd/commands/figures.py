@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from iwopd.commands.options import add_report_sources
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
@@ -15,14 +17,7 @@ def add(commands: Any) -> None:
         "section as a sheet in the width of a page (6.75 in), fonts embedded, in styles that the colour-blind can tell apart. "
         "With --layout paper: figures 1 to 4 as the paper arranges them; a place without data says what it needs.",
     )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN_OR_PROBE",
-        help="run directory, probe (folder or probe.json), or a folder of them",
-    )
-    parser.add_argument("--probe", type=Path, action="append", default=[], metavar="PROBE", help="probe; may be repeated")
+    add_report_sources(parser)
     parser.add_argument(
         "--layout",
         choices=("charts", "paper"),
@@ -31,7 +26,6 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--format", choices=("pdf", "svg", "png"), default="pdf", help="file format (default: pdf)")
     parser.add_argument("-o", "--out", type=Path, default=Path("figures"), help="folder for the files (default: figures)")
-    parser.add_argument("--handoff", type=Path, help="hand-off curve (default: handoff.json beside the runs)")
     parser.set_defaults(run=_run)
 
 

@@ -28,12 +28,14 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     import json
 
-    from iwopd.cluster.plan import PlanError, as_dict, find_gpu, make_plan, open_workload, report
-    from iwopd.commands.train import parse_overrides
+    from iwopd.commands.options import parse_overrides
     from iwopd.config import load_config
 
-    gpu = find_gpu(options.gpu)
     config = load_config(options.recipe, parse_overrides(rest))
+
+    from iwopd.cluster.plan import PlanError, as_dict, find_gpu, make_plan, open_workload, report
+
+    gpu = find_gpu(options.gpu)
     cluster: Any = getattr(config, "cluster", None)  # what the recipe says, where the command line says nothing
     nodes = options.nodes if options.nodes is not None else getattr(cluster, "nodes", 1)
     gpus = options.gpus_per_node if options.gpus_per_node is not None else getattr(cluster, "gpus_per_node", 8)

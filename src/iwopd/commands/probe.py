@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iwopd.commands.engine_options import add_engine_options, engine_choice
+from iwopd.commands.options import add_model_options, model_options, words
 
 if TYPE_CHECKING:
     from iwopd.analysis.probe.inputs import Material, Pair
@@ -70,11 +71,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--batches", type=int, default=8, help="of the gradient alignment (default: 8)")
     parser.add_argument("--batch-size", type=int, default=32, help="prompts of such a batch (default: 32)")
     parser.add_argument("--skip", default="", metavar="PARTS", help="comma-separated parts to leave out")
+    add_model_options(parser)
     add_engine_options(parser)
     add_engine_options(parser, "teacher")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run model code that a repository brings along")
     parser.add_argument("-o", "--output", type=Path, help="result (default: probes/<student>-from-<teacher>/probe.json)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout, tables on stderr")
     parser.set_defaults(run=_run)
@@ -124,7 +123,7 @@ def _settings(options: argparse.Namespace, max_tokens: int) -> Any:
     from iwopd.analysis.probe import ProbeError, ProbeSettings
 
     try:
-        fractions = tuple(float(word) for word in options.fractions.split(",") if word.strip())
+        fractions = tuple(float(word) for word in words(options.fractions))
     except ValueError:
         raise ProbeError(f"--fractions should look like 0,0.1,0.3, got {options.fractions!r}") from None
     return ProbeSettings(
@@ -141,9 +140,9 @@ def _settings(options: argparse.Namespace, max_tokens: int) -> Any:
         batches=options.batches,
         batch_prompts=options.batch_size,
         rules=tuple(options.rule),
+        skip=frozenset(words(options.skip)),
         engine=engine_choice(options),
         teacher_engine=engine_choice(options, "teacher"),
-        skip=frozenset(word.strip() for word in options.skip.split(",") if word.strip()),
     )
 
 
@@ -172,7 +171,7 @@ def _world(options: argparse.Namespace) -> tuple[Pair, Material, str]:
         world = tiny.open_world(recipe, progress=progress)
     lineage = f", lineage {options.lineage}" if options.lineage else ""
     names = (f"{options.world} {options.student_size} student{lineage}", f"{options.teacher_size} teacher")
-    pair = open_pair(str(world.student), str(world.teacher), dtype=options.dtype, device=options.device, names=names)
+    pair = open_pair(str(world.student), str(world.teacher), names=names, **model_options(options))
     folder = f"{options.world}-{options.student_size}-from-{options.teacher_size}"
     return pair, world_material(world, options.limit), f"{folder}-{options.lineage}" if options.lineage else folder
 
@@ -180,13 +179,7 @@ def _world(options: argparse.Namespace) -> tuple[Pair, Material, str]:
 def _models(options: argparse.Namespace) -> tuple[Pair, Material, str]:
     from iwopd.analysis.probe.inputs import file_material, open_pair, task_material
 
-    pair = open_pair(
-        options.student,
-        options.teacher,
-        dtype=options.dtype,
-        device=options.device,
-        trust_remote_code=options.trust_remote_code,
-    )
+    pair = open_pair(options.student, options.teacher, **model_options(options))
     if options.prompts is not None:
         material = file_material(options.prompts, pair.tokenizer, limit=options.limit, task=options.task)
     else:

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from iwopd.commands.options import add_report_sources
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
@@ -16,16 +18,8 @@ def add(commands: Any) -> None:
         "verdict, hand-off curve, disagreement by position, prefix likelihoods, weight rules and gradient alignment. It opens "
         "from disk and needs no network. What is unfinished or damaged is shown as far as it goes; it says what is missing.",
     )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN_OR_PROBE",
-        help="run directory, probe (folder or probe.json), or a folder of them",
-    )
-    parser.add_argument("--probe", type=Path, action="append", default=[], metavar="PROBE", help="probe; may be repeated")
+    add_report_sources(parser)
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
-    parser.add_argument("--handoff", type=Path, help="hand-off curve (default: handoff.json beside the runs)")
     parser.add_argument("--max-tokens", type=int, default=None, help="most tokens in the token view (default: 1,200,000)")
     parser.add_argument("--watch", action="store_true", help="write the page anew as the runs go on, until they are finished")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between looks with --watch (default: 5)")

@@ -9,6 +9,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from iwopd.commands.options import add_model_options, model_options
+
 DESCRIPTION = """\
 Serve a model as a teacher: other processes and machines have their rollouts scored by it. It speaks the same language as
 vLLM's completions (prompt_logprobs), which is the better choice where vLLM runs; this one needs nothing but transformers.
@@ -37,12 +39,11 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--token-env", default="IWOPD_SERVER_TOKEN", help="variable that holds the token (default: IWOPD_SERVER_TOKEN)"
     )
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps, ... (default: cpu)")
+    add_model_options(parser)
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--token-budget", type=int, help="tokens that go through the model at a time")
+    parser.add_argument("--vocab-size", type=int, help="ids that can occur, without padding rows (default: its tokenizer's)")
     parser.add_argument("--max-length", type=int, help="longest sequence, one token more included (default: the model's)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run model code that a repository brings along")
     parser.set_defaults(run=_run)
 
 
@@ -62,12 +63,11 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     # The port comes first: an address that is taken should not cost the loading of a model.
     server = TeacherServer(options.name or options.model, host=options.host, port=options.port, token=token)
     with server:
-        model = load_model(
-            options.model, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
-        ).eval()
+        model = load_model(options.model, **model_options(options)).eval()
         length = options.max_length or context_length(model.config) or 2**31
-        budget, ids = options.token_budget, served_vocabulary(options.model, model)
-        server.model = ServingModel(model, vocab_size=ids, max_length=length, token_budget=budget)
+        known = {"given": options.vocab_size, "trust_remote_code": options.trust_remote_code}
+        ids = served_vocabulary(options.model, model, **known)
+        server.model = ServingModel(model, vocab_size=ids, max_length=length, token_budget=options.token_budget)
         _stop_on_signals(server)
         print(f"serving {server.name} at {server.url} ({ids} ids, {length} tokens); stop with Ctrl-C", flush=True)
         server.serve_forever()

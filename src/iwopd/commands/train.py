@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from iwopd.config import Config
+from iwopd.commands.options import parse_overrides
 
 
 def add(commands: Any) -> None:
@@ -18,9 +16,10 @@ def add(commands: Any) -> None:
         help="train a student by a recipe",
         description="Train a student by a recipe (a TOML file). Any setting can be overridden by its dotted name: "
         "--optim.lr 1e-4 --method.params '{gamma = 1.0}'. The run directory holds settings, metrics, evaluations, checkpoints.",
-        epilog=_settings_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help message and exit")
     parser.add_argument("recipe", type=Path, help="TOML recipe; with --resume also a run directory")
     parser.add_argument("--out", type=Path, help="run directory (default: runs/<recipe>-seed<seed>)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of the run directory")
@@ -35,10 +34,17 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
+class _Help(argparse.Action):
+    """Help with all settings. They are read when somebody asks: other commands need not wait for the tree of settings."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.epilog = _settings_help()
+        parser.print_help()
+        parser.exit()
+
+
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.config import ConfigError, load_config
-    from iwopd.train.progress import pretraining_progress
-    from iwopd.train.run import run_training
 
     overrides = parse_overrides(rest)
     recipe: Path = options.recipe
@@ -47,81 +53,47 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         if not options.resume:
             raise ConfigError(f"{recipe} is a run directory: continue it with --resume")
         folder, recipe = folder or recipe, recipe / "config.toml"
-    engine = _engine(options, folder)
-    overrides |= {
-        name: value
-        for name, value in (("cluster.nodes", options.nodes), ("cluster.gpus_per_node", options.gpus_per_node))
-        if value is not None
-    }
+    on_verl = _engine(options, folder) == "verl"
+    for name in ("nodes", "gpus_per_node"):
+        if getattr(options, name) is not None:
+            overrides[f"cluster.{name}"] = getattr(options, name)
     config = load_config(recipe, overrides)
     folder = folder or Path("runs") / f"{recipe.stem}-seed{config.seed}"
-    if engine == "verl":
-        return _run_on_verl(options, config, folder)
+
+    from iwopd.train.progress import pretraining_progress
+
+    how = {"resume": options.resume, "allow_changes": options.allow_changes, "doctor": not options.no_doctor}
     with pretraining_progress() as progress:
-        done = run_training(
-            config,
-            folder,
-            resume=options.resume,
-            allow_changes=options.allow_changes,
-            doctor=not options.no_doctor,
-            progress=progress,
-        )
+        if on_verl:
+            from iwopd.cluster.verl.launch import dry_run, run_on_verl
+
+            if options.dry_run:
+                print(dry_run(config, folder, resume=options.resume, address=options.ray_address))
+                return 0
+            step = run_on_verl(config, folder, address=options.ray_address, progress=progress, **how)
+        else:
+            from iwopd.train.run import run_training
+
+            step = run_training(config, folder, progress=progress, **how).step
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"{done.step} steps done; run directory: {folder}")
+        print(f"{step} steps done; run directory: {folder}")
     return 0
 
 
 def _engine(options: argparse.Namespace, folder: Path | None) -> str:
     """The engine that is asked for, or of the run that goes on."""
     from iwopd.config import ConfigError
-    from iwopd.train.rundir import RunDirectory
 
-    begun = RunDirectory(folder).engine if options.resume and folder is not None and (folder / "run.json").exists() else "local"
-    engine: str = options.engine or begun
+    engine: str | None = options.engine
+    if engine is None and options.resume and folder is not None and (folder / "run.json").exists():
+        from iwopd.train.rundir import RunDirectory
+
+        engine = RunDirectory(folder).engine
     given = {"--nodes": options.nodes, "--gpus-per-node": options.gpus_per_node, "--ray-address": options.ray_address}
     unfit = [name for name, value in given.items() if value is not None] + (["--dry-run"] if options.dry_run else [])
-    if engine == "local" and unfit:
+    if engine in (None, "local") and unfit:
         raise ConfigError(f"{unfit[0]} goes with --engine verl")
-    return engine
-
-
-def _run_on_verl(options: argparse.Namespace, config: Config, folder: Path) -> int:
-    from iwopd.cluster.verl.launch import dry_run, run_on_verl
-    from iwopd.train.progress import pretraining_progress
-
-    if options.dry_run:
-        print(dry_run(config, folder, resume=options.resume, address=options.ray_address))
-        return 0
-    with pretraining_progress() as progress:
-        step = run_on_verl(
-            config,
-            folder,
-            resume=options.resume,
-            allow_changes=options.allow_changes,
-            doctor=not options.no_doctor,
-            address=options.ray_address,
-            progress=progress,
-        )
-    print(f"{step} steps done; run directory: {folder}")
-    return 0
-
-
-def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
-    """`--optim.lr 1e-4` and `--optim.lr=1e-4`, in any number."""
-    from iwopd.config import ConfigError, parse_value
-
-    overrides: dict[str, Any] = {}
-    words = iter(rest)
-    for word in words:
-        if not word.startswith("--"):
-            raise ConfigError(f"do not know what to do with {word!r}; settings look like --optim.lr 1e-4")
-        name, given, text = word[2:].partition("=")
-        if not given:
-            text = next(words, "")
-            if not text or text.startswith("--"):
-                raise ConfigError(f"--{name} needs a value, e.g. --{name} 1")
-        overrides[name.replace("-", "_")] = parse_value(text)
-    return overrides
+    return engine or "local"
 
 
 def _settings_help() -> str:

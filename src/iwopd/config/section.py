@@ -7,12 +7,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails
 
-from iwopd.errors import UserError
+from iwopd.errors import ConfigError
 
-
-class ConfigError(UserError, ValueError):
-    """A setting that is wrong, said in words for the person who wrote it."""
-
+__all__ = ["Beta", "ConfigError", "Dtype", "Section"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]

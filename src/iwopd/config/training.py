@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from iwopd.config.section import Beta, Section
+from iwopd.registry import suggestion
+from iwopd.trackers import TRACKERS
 
 
 class Optim(Section):
@@ -39,10 +41,14 @@ class CheckpointSettings(Section):
 
 
 class Tracking(Section):
-    console: Literal["auto", "live", "plain", "off"] = Field(
-        "auto", description="live: progress display; plain: a line per step"
-    )
-    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
-        [], description="further trackers; JSONL is always written"
-    )
+    console: Literal["auto", "live", "plain", "off"] = Field("auto", description="live: a display; plain: one line per step")
+    trackers: list[str] = Field([], description="tensorboard, trackio, wandb or a plug-in's; JSONL is always written")
     project: str = Field("iwopd", description="project name for trackers that have one")
+
+    @field_validator("trackers")
+    @classmethod
+    def _trackers_exist(cls, names: list[str]) -> list[str]:
+        unknown = next((name for name in names if name not in TRACKERS), None)
+        if unknown is not None:
+            raise ValueError(f"unknown tracker {unknown!r}{suggestion(unknown, list(TRACKERS))}")
+        return names

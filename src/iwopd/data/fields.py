@@ -62,16 +62,31 @@ class Condition:
 def parse_filter(text: str) -> tuple[Condition, ...]:
     """Conditions `field operator value`, joined by `and`. Values are numbers, quoted texts or lists of them."""
     conditions = []
-    for part in re.split(r"\s+and\s+", text.strip()):
-        match = re.fullmatch(r"([\w.-]+)\s*(>=|<=|==|!=|>|<|\bin\b)\s*(.+)", part)
+    joined, position = "and", 0
+    while joined:
+        match = _CONDITION.match(text, position)
         if match is None:
+            part = text[position:].strip()
             raise DataError(f"cannot read the filter {part!r}; it looks like: difficulty >= 6 and ability == 'code'")
-        name, sign, literal = match.groups()
-        try:
-            value = ast.literal_eval(literal)
-        except (ValueError, SyntaxError):
-            raise DataError(f"filter {part!r}: {literal} is not a number, quoted text or list; texts need quotes") from None
-        if sign == "in" and not isinstance(value, (list, tuple)):
-            raise DataError(f"filter {part!r}: 'in' needs a list, e.g. {name} in [{literal}]")
-        conditions.append(Condition(name, sign, value))
+        name, sign, literal, joined = match.groups()
+        position = match.end()
+        conditions.append(Condition(name, sign, _value(name, sign, literal.strip())))
     return tuple(conditions)
+
+
+_QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
+_CONDITION = re.compile(
+    rf"""\s*([\w.-]+)\s*(>=|<=|==|!=|>|<|\bin\b)\s*((?:{_QUOTED}|(?!\band\b)[^'"])+)(\band\b|\Z)""", re.DOTALL
+)
+"""Field, operator, value, and the `and` after it: the first one outside quotes."""
+
+
+def _value(name: str, sign: str, literal: str) -> Any:
+    try:
+        value = ast.literal_eval(literal)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        hint = "conditions are joined by 'and' only" if re.search(r"\bor\b", literal) else "texts need quotes"
+        raise DataError(f"filter on {name!r}: {literal[:80]} is not a number, quoted text or list; {hint}") from None
+    if sign == "in" and not isinstance(value, (list, tuple)):
+        raise DataError(f"filter on {name!r}: 'in' needs a list, e.g. {name} in [{literal}]")
+    return value

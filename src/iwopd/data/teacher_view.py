@@ -5,10 +5,12 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from iwopd.data.chat import ChatError, render
-from iwopd.types import Prompt
+
+if TYPE_CHECKING:
+    from iwopd.types import Prompt
 
 
 @dataclass(frozen=True)

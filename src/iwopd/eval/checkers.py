@@ -1,17 +1,49 @@
-"""The checkers of tasks: math by symbolic equivalence, code in the sandbox, text by equality."""
+"""The checkers of tasks by name: math by symbolic equivalence, text by equality, code in the sandbox, the embedded world.
+
+Another package adds one with an entry point in the group `iwopd.checkers`: a function `(prompts, texts) -> verdicts` that
+judges answers by the prompts' field `answer` (`eval.task.one_by_one` makes one of a plain comparison), or `OwnProblems`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from iwopd import tiny
 from iwopd.eval.math import check_math_many
-from iwopd.eval.task import Checker, Verdict
+from iwopd.eval.problems import Opening, TaskError, TaskSpec, problem_file
+from iwopd.eval.task import Checker, Task, Verdict, one_by_one
+from iwopd.registry import Registry
 from iwopd.types import Prompt
 
-if TYPE_CHECKING:
-    from iwopd.eval.evalplus import CodeProblem
+CODE_INSTRUCTION = "Complete the following Python function. Answer with the whole program in one Python code block.\n\n"
+TINY_PROBLEMS = 1000
+
+
+@dataclass(frozen=True)
+class OwnProblems:
+    """A checker with problems of a kind of its own, which have more than a text and an answer."""
+
+    open: Callable[[TaskSpec, Opening], Task]
+
+
+def _adopt(name: str, loaded: Any, where: str) -> Checker | OwnProblems:
+    if not (isinstance(loaded, OwnProblems) or callable(loaded)):
+        raise TypeError(f"must be a function (prompts, texts) -> verdicts, or OwnProblems; got {loaded!r}")
+    checker: Checker | OwnProblems = loaded
+    return checker
+
+
+CHECKERS: Registry[Checker | OwnProblems] = Registry("checker", "iwopd.checkers", _adopt)
+
+
+def find_checker(name: str) -> Checker | OwnProblems:
+    try:
+        return CHECKERS[name]
+    except (KeyError, ImportError, TypeError) as error:
+        raise TaskError(str(error)) from None
 
 
 def math_checker(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
@@ -35,9 +67,12 @@ def exact_checker(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdi
     return verdicts
 
 
-def code_checker(problems: Mapping[str, CodeProblem], *, unsafe: bool = False) -> Checker:
-    """Base and plus tests of EvalPlus, in the sandbox; right means that both pass."""
+def code_task(spec: TaskSpec, opening: Opening) -> Task:
+    """Problems of EvalPlus, with base and plus tests in the sandbox; right means that both pass."""
     from iwopd.eval.evalplus import check_solutions, extract_code
+    from iwopd.eval.evalplus_problems import load_problems
+
+    problems = {problem.id: problem for problem in load_problems(problem_file(spec, opening.data))}
 
     def judge(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
         jobs = []
@@ -45,13 +80,34 @@ def code_checker(problems: Mapping[str, CodeProblem], *, unsafe: bool = False) -
             problem = problems[prompt.id]
             jobs.append((problem, extract_code(text, problem.entry_point)))
         verdicts = []
-        for outcome in check_solutions(jobs, unsafe=unsafe):
+        for outcome in check_solutions(jobs, unsafe=opening.unsafe):
             both = outcome.base if outcome.base.status != "pass" else outcome.plus
             detail = f"base {outcome.base.status}, plus {outcome.plus.status}. {both.detail}".strip()
             verdicts.append(Verdict(both.status, float(both.status == "pass"), None, detail))
         return verdicts
 
-    return judge
+    prompts = [
+        opening.prompt(spec, problem.id, f"{CODE_INSTRUCTION}```python\n{problem.prompt.strip()}\n```")
+        for problem in list(problems.values())[: opening.limit]
+    ]
+    return Task(spec.name, prompts, judge, spec.samples, spec.temperature, spec.max_tokens)
+
+
+def tiny_task(spec: TaskSpec, opening: Opening) -> Task:
+    """Problems of an embedded world, made on the spot."""
+    if opening.data is not None:
+        raise TaskError(f"task {spec.name!r} makes its own problems: leave its data file {opening.data} out")
+    recipe = tiny.world_recipe(spec.world)
+    count = TINY_PROBLEMS if opening.limit is None else opening.limit
+    prompts = tiny.eval_prompts(recipe.operands, count, opening.tokenizer)
+    check = one_by_one(lambda prompt, text: tiny.check(prompt.metadata["expression"], text))
+    return Task(spec.name, prompts, check, 1, 1.0, tiny.max_response_tokens(recipe.operands))
+
+
+CHECKERS.add("math", math_checker)
+CHECKERS.add("exact", exact_checker)
+CHECKERS.add("code", OwnProblems(code_task))
+CHECKERS.add("tiny", OwnProblems(tiny_task))
 
 
 def _squeeze(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A model that scores for many askers at once: whatever waits when it is free becomes its next batch."""
+"""A model that scores for many clients at once: all requests that wait when it is free become its next batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from torch import Tensor
 
 from iwopd.lm import Sequences
 from iwopd.model_facts import output_rows
-from iwopd.models import ModelError, load_tokenizer
+from iwopd.models import ModelError, brings_tokenizer, load_tokenizer
 from iwopd.teacher.dialects import Drawn
 from iwopd.teacher.local import LocalScorer
 from iwopd.types import Prompt, Rollout
 
 MOST_TOKENS = 2**18
-"""Of one batch: the askers behind it wait no longer than for these."""
+"""Of one batch: no client waits longer than for so many."""
 
 
 @dataclass
@@ -33,12 +32,12 @@ class _Job:
 
 @dataclass(frozen=True)
 class Scored:
-    """The answer to one asker."""
+    """The answer to one request."""
 
     logprobs: list[list[float]]
     """Of each sequence's second id and all after it."""
     drawn: list[Drawn]
-    """One more token a sequence, where it was asked for."""
+    """One more token per sequence, where it was asked for."""
 
 
 class ServingModel:
@@ -75,7 +74,7 @@ class ServingModel:
                 for job in jobs:
                     logprobs = [next(scores).tolist() for _ in job.sequences]
                     job.future.set_result(Scored(logprobs, [self._draw(ids) for ids in job.sequences] if job.draw else []))
-            except Exception as error:  # the askers' business; the thread lives on
+            except Exception as error:  # each client is told; the thread lives on
                 for job in jobs:
                     if not job.future.done():
                         job.future.set_exception(error)
@@ -93,16 +92,23 @@ class ServingModel:
         return Drawn(token, float(logprobs[token]))
 
 
-def served_vocabulary(source: str, model: Any) -> int:
-    """Ids that can occur: those of the model's tokenizer where it brings one, else the rows of its output matrix."""
+def served_vocabulary(source: str, model: Any, *, given: int | None = None, trust_remote_code: bool = False) -> int:
+    """Ids that can occur: as many as given, else those of the model's tokenizer. Further rows of the output matrix are padding.
+
+    Where there is no tokenizer at all, all rows count. One that cannot be read is an error.
+    """
     rows = output_rows(model)
-    folder = Path(source)
-    if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
-        return rows
+    if given is not None and not 1 <= given <= rows:
+        raise ModelError(f"--vocab-size is {given}, and the model has {rows} output rows: it must lie between 1 and {rows}")
+    if given is not None or not brings_tokenizer(source):
+        return given or rows
     try:
-        return min(rows, len(load_tokenizer(source)))
-    except ModelError:
-        return rows
+        return min(rows, len(load_tokenizer(source, trust_remote_code=trust_remote_code)))
+    except ModelError as error:
+        raise ModelError(
+            f"{error}. It tells how many of the {rows} output rows are real ids: pass --trust-remote-code if the repository "
+            "brings code that you trust, or give their number with --vocab-size"
+        ) from None
 
 
 def _rollout(ids: list[int]) -> Rollout:

@@ -18,6 +18,7 @@ from iwopd.tiny.world import (
     eval_prompts,
     max_response_tokens,
     open_world,
+    planned_world,
     world_recipe,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "max_response_tokens",
     "new_model",
     "open_world",
+    "planned_world",
     "pretrain",
     "world_recipe",
 ]

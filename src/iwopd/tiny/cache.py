@@ -41,6 +41,11 @@ def cache_dir() -> Path:
     return Path(user_cache_dir("iwopd"))
 
 
+def model_folder(recipe: ModelRecipe) -> Path:
+    """Where this model is, or will be once it is trained."""
+    return cache_dir() / "tiny" / recipe.key
+
+
 def cached_models(
     recipes: Mapping[str, ModelRecipe], *, refresh: bool = False, progress: Progress | None = None
 ) -> dict[str, Path]:
@@ -48,8 +53,8 @@ def cached_models(
 
     `progress` is called with each model's label. `refresh` trains all of them again.
     """
+    folders = {label: model_folder(recipe) for label, recipe in recipes.items()}
     root = cache_dir() / "tiny"
-    folders = {label: root / recipe.key for label, recipe in recipes.items()}
     if not refresh and all(damage(folder) is None for folder in folders.values()):
         return folders
     root.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iwopd.tiny import task
-from iwopd.tiny.cache import cached_models
+from iwopd.tiny.cache import cached_models, model_folder
 from iwopd.tiny.models import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, Stage
 from iwopd.tiny.pretrain import Progress
 from iwopd.tiny.tokenizer import build_tokenizer
@@ -44,7 +44,7 @@ class WorldRecipe:
 
 @dataclass(frozen=True)
 class World:
-    """A world whose models are on disk: folders for `AutoModelForCausalLM.from_pretrained`, tokenizer included."""
+    """A world and the folders of its models, which `AutoModelForCausalLM.from_pretrained` loads, tokenizer included."""
 
     recipe: WorldRecipe
     teacher: Path
@@ -59,6 +59,10 @@ class World:
     def max_response_tokens(self) -> int:
         """Enough for every solution and a few stray tokens; a longer answer is a broken one."""
         return max_response_tokens(self.recipe.operands)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return 2 * self.recipe.operands
 
     def prompts(self, n: int, *, seed: int = 0) -> list[Prompt]:
         """`n` different training prompts, none of them an evaluation prompt; a shorter list is a prefix of a longer one."""
@@ -91,6 +95,11 @@ def open_world(world: str | WorldRecipe = DEFAULT_WORLD, *, refresh: bool = Fals
     recipe = world_recipe(world) if isinstance(world, str) else world
     folders = cached_models({"teacher": recipe.teacher, "student": recipe.student}, refresh=refresh, progress=progress)
     return World(recipe, folders["teacher"], folders["student"])
+
+
+def planned_world(recipe: WorldRecipe) -> World:
+    """The same without training: prompts, checker, and where the models are or will be."""
+    return World(recipe, model_folder(recipe.teacher), model_folder(recipe.student))
 
 
 def world_recipe(

@@ -229,8 +229,11 @@ def training_sets(config: Config, tokenizer: Any) -> list[LoadedPrompts]:
 def load_tasks(config: Config, world: tiny.World | None, tokenizer: Any, max_tokens: int) -> list[Task]:
     """What is evaluated in training: the named tasks, or the world's own."""
     settings = config.eval
+    unread = [name for name in settings.data if name not in settings.tasks]
     if not settings.prompts:
         tasks = []
+    elif unread:
+        raise ConfigError(f"eval.data names {unread[0]!r}, which is not among eval.tasks ({', '.join(settings.tasks)})")
     elif world is not None and not settings.tasks:
         tasks = [Task("tiny", world.eval_prompts(settings.prompts), one_by_one(world.check))]
     else:

@@ -18,6 +18,12 @@ def open_world(config: Config, progress: tiny.Progress | None) -> tiny.World | N
     return None if recipe is None else tiny.open_world(recipe, progress=progress)
 
 
+def planned_world(config: Config) -> tiny.World | None:
+    """The same without training: its prompts, its checker, and where its models are or will be."""
+    recipe = world_recipe(config)
+    return None if recipe is None else tiny.planned_world(recipe)
+
+
 def world_recipe(config: Config) -> tiny.WorldRecipe | None:
     models = config.models
     if models.world is None:

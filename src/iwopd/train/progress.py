@@ -9,9 +9,11 @@ from contextlib import contextmanager
 
 from iwopd import tiny
 
+PretrainingProgress = tiny.Progress
+
 
 @contextmanager
-def pretraining_progress() -> Iterator[tiny.Progress]:
+def pretraining_progress() -> Iterator[PretrainingProgress]:
     """A callback that shows how far the models of a world are: in place on a terminal, a line every ten seconds elsewhere."""
     state: dict[str, tuple[int, int, float]] = {}
     last = [0.0]

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from iwopd.config import Config, ConfigError, flatten
+from iwopd.config import Config, flatten
 from iwopd.eval.runner import Evaluation
 from iwopd.eval.task import outcomes
+from iwopd.trackers import open_tracker
 from iwopd.train.rundir import RunDirectory
 from iwopd.types import StepStats
-
-
-class Backend(Protocol):
-    """A tracker of the user's choice."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Tracker:
@@ -34,7 +25,8 @@ class Tracker:
         self.config, self.run, self.is_main = config, run, is_main
         self.console = console or Console(stderr=True)
         self.view = _view(config, self.console) if is_main else None
-        self.backends = [_backend(name, config, run.path) for name in config.tracking.trackers] if is_main else []
+        names, settings = config.tracking.trackers if is_main else [], dict(flatten(config.model_dump(mode="json")))
+        self.backends = [open_tracker(name, run.path, config.tracking.project, settings) for name in names]
 
     def step(self, stats: StepStats) -> None:
         if not self.is_main:
@@ -96,7 +88,7 @@ class Tracker:
 
 
 class PlainView:
-    """A line a step, for logs and pipes."""
+    """One line per step, for logs and pipes."""
 
     def __init__(self, config: Config, console: Console) -> None:
         self.steps, self.console = config.steps, console
@@ -169,57 +161,3 @@ def _view(config: Config, console: Console) -> PlainView | LiveView | None:
     if choice == "live" or (choice == "auto" and console.is_terminal):
         return LiveView(config, console)
     return PlainView(config, console)
-
-
-class _TensorBoard:
-    def __init__(self, config: Config, folder: Path) -> None:
-        self.writer = _need("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _Wandb:
-    """Weights & Biases, and trackio, which offers the same three calls."""
-
-    module = "wandb"
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        self.library = _need(self.module, self.module)
-        settings = dict(flatten(config.model_dump(mode="json")))
-        self.library.init(project=config.tracking.project, name=folder.name, config=settings, **self._place(folder))
-
-    def _place(self, folder: Path) -> dict[str, Any]:
-        """Its files belong to the run, not to wherever the command was started."""
-        return {"dir": str(folder)}
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.library.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self.library.finish()
-
-
-class _Trackio(_Wandb):
-    module = "trackio"
-
-    def _place(self, folder: Path) -> dict[str, Any]:
-        return {}  # one database for all runs, in `TRACKIO_DIR`
-
-
-_BACKENDS: dict[str, type[_TensorBoard] | type[_Wandb]] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio}
-
-
-def _backend(name: str, config: Config, folder: Path) -> Backend:
-    return _BACKENDS[name](config, folder)
-
-
-def _need(module: str, extra: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"the tracker {extra!r} is not installed ({error}): pip install 'iwopd[{extra}]'") from None

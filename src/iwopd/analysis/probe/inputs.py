@@ -11,9 +11,10 @@ from iwopd import tiny
 from iwopd.analysis.probe.result import ProbeError
 from iwopd.data.chat import encode
 from iwopd.data.prompts import load_prompts
-from iwopd.data.sources import Local, local_copy, records
-from iwopd.eval.catalog import TaskSpec, find_task, load_task
-from iwopd.eval.checkers import exact_checker, math_checker
+from iwopd.data.sources import records
+from iwopd.eval.catalog import find_task, load_task
+from iwopd.eval.checkers import OwnProblems, find_checker, math_checker
+from iwopd.eval.problems import TaskSpec, problem_file, problem_id
 from iwopd.eval.task import Checker, one_by_one
 from iwopd.models import load_model, load_tokenizer
 from iwopd.tiny.task import right_solution
@@ -98,7 +99,8 @@ def task_material(name: str, tokenizer: Any, *, data: Path | None, limit: int, c
     if spec.checker == "tiny":
         solutions = _tiny_solutions(prompts, tokenizer)
     else:
-        solutions = _encoded(_task_solutions(spec, data), prompts, tokenizer) if spec.checker != "code" else {}
+        with_answers = not isinstance(find_checker(spec.checker), OwnProblems)
+        solutions = _encoded(_task_solutions(spec, data), prompts, tokenizer) if with_answers else {}
     return Material(prompts, task.check, _all_ids(prompts), solutions, task.name, max_tokens=task.max_tokens)
 
 
@@ -130,17 +132,17 @@ def file_material(path: Path, tokenizer: Any, *, limit: int, task: str | None = 
 
 
 def _file_checker(spec: TaskSpec | None, prompts: list[Prompt]) -> Checker:
-    kind = "math" if spec is None else spec.checker
-    if kind == "code":
-        raise ProbeError(f"the task {spec.name if spec else ''!r} checks its own problems only: leave --prompts out")
-    if kind == "tiny":
+    if spec is not None and spec.checker == "tiny":
         for prompt in prompts:
             try:
                 tiny.check(prompt.text, "")
             except ValueError as error:
                 raise ProbeError(f"prompt {prompt.id!r} is no problem of the embedded world: {error}") from None
         return one_by_one(lambda prompt, text: tiny.check(prompt.text, text))
-    return exact_checker if kind == "exact" else math_checker
+    checker = math_checker if spec is None else find_checker(spec.checker)
+    if isinstance(checker, OwnProblems):
+        raise ProbeError(f"the task {spec.name if spec else ''!r} checks its own problems only: leave --prompts out")
+    return checker
 
 
 def _all_ids(prompts: list[Prompt]) -> frozenset[str]:
@@ -152,14 +154,8 @@ def _tiny_solutions(prompts: list[Prompt], tokenizer: Any) -> dict[str, tuple[in
 
 
 def _task_solutions(spec: TaskSpec, data: Path | None) -> dict[str, str]:
-    source = Local(data) if data is not None else local_copy(spec.local_name) or spec.source
-    if source is None:
-        return {}
-    found = {}
-    for number, (_, item) in enumerate(records(source.fetch())):
-        if isinstance(item.get("solution"), str):
-            found[str(item.get(spec.id, item.get("id", f"{spec.name}/{number}")))] = item["solution"]
-    return found
+    items = enumerate(item for _, item in records(problem_file(spec, data)))
+    return {problem_id(spec, item, number): item["solution"] for number, item in items if isinstance(item.get("solution"), str)}
 
 
 def _file_solutions(path: Path) -> dict[str, str]:

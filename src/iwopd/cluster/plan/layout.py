@@ -102,7 +102,8 @@ def layouts(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Iterato
             f"no split of {nodes} x {gpus_per_node} GPUs between student and teacher works: the student's must divide the "
             f"{work.rows_per_update} rollouts of an update, the teacher's be whole machines or the same number on each"
             f"{f', a multiple of the {count} teachers' if count > 1 else ''}, and tensor-parallel groups fill both; change "
-            "--nodes, cluster.teacher_gpus, cluster.teacher_tensor_parallel, engine.vllm.tensor_parallel or rollout.prompts_per_step"
+            "--nodes, cluster.teacher_gpus, cluster.teacher_tensor_parallel, engine.vllm.tensor_parallel or "
+            "rollout.prompts_per_step"
         )
 
 
@@ -200,7 +201,8 @@ def _rollouts_need(work: Workload, gpu: Gpu, memory: StepMemory, row: float) -> 
             needed=memory.writer.weights + memory.writer.working + row,
             available=share * gpu.memory,
             parts=memory.writer.parts | {"cache": 0.0, "one longest answer": row},
-            remedy=f"raise engine.vllm.memory_share (now {share:g}) or engine.vllm.tensor_parallel, or lower rollout.max_tokens",
+            remedy=f"raise engine.vllm.memory_share (now {share:g}) or engine.vllm.tensor_parallel, or lower "
+            "rollout.max_tokens",
             margin=1.0,
         )
     return Need(

@@ -14,22 +14,19 @@ from typing import Any
 
 import torch
 
-from iwopd import tiny
 from iwopd.cluster.verl.translate import prompt_tokens, response_tokens
 from iwopd.config import Config
 from iwopd.data.fields import DataError
 from iwopd.eval.runner import Evaluation
 from iwopd.eval.task import Task
 from iwopd.train.assembly import load_tasks
-from iwopd.train.loading import world_recipe
+from iwopd.train.loading import planned_world
 from iwopd.types import EvalResult, Prompt
 
 
 def evaluated_tasks(config: Config, tokenizer: Any) -> list[Task]:
-    """The tasks of the recipe; their problems must fit verl's single prompt limit."""
-    recipe = world_recipe(config)
-    world = None if recipe is None else tiny.World(recipe, Path("teacher"), Path("student"))
-    tasks = load_tasks(config, world, tokenizer, response_tokens(config))
+    """The tasks of the recipe; their problems must fit verl's one limit for prompts."""
+    tasks = load_tasks(config, planned_world(config), tokenizer, response_tokens(config))
     for task in tasks:
         for prompt in task.prompts:
             if len(prompt.token_ids) > prompt_tokens(config):

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from iwopd import tiny
 from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, examine
 from iwopd.cluster.verl.convert import adopt, check_ranks, full_disk, newest
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
@@ -23,6 +22,7 @@ from iwopd.filesystem import write_atomic
 from iwopd.train.doctor import refuse
 from iwopd.train.loading import open_world
 from iwopd.train.loop import TrainingStoppedError
+from iwopd.train.progress import PretrainingProgress
 from iwopd.train.rundir import RunDirectory, RunError
 from iwopd.train.tracking import Tracker
 
@@ -46,7 +46,7 @@ def run_on_verl(
     allow_changes: bool = False,
     doctor: bool = True,
     address: str | None = None,
-    progress: tiny.Progress | None = None,
+    progress: PretrainingProgress | None = None,
 ) -> int:
     """Train in `folder` on a Ray cluster, and wait for the end; returns the last step."""
     check_settings(config)

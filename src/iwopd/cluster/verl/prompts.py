@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from iwopd import tiny
 from iwopd.cluster.verl.evaluation import label
 from iwopd.cluster.verl.translate import DEFAULT_TEACHER, Places
 from iwopd.config import Config
@@ -22,7 +21,7 @@ from iwopd.data.prompts import MixedOrder, PromptOrder
 from iwopd.eval.task import Task
 from iwopd.models import load_tokenizer
 from iwopd.train.assembly import prompt_order
-from iwopd.train.loading import source_of, world_recipe
+from iwopd.train.loading import planned_world, source_of
 from iwopd.types import Prompt
 
 TRIED = 256
@@ -33,9 +32,8 @@ STEPS_AT_ONCE = 16
 
 def load_order(config: Config, notify: Callable[[str], None]) -> tuple[PromptOrder | MixedOrder, Any]:
     """The order of prompts and the student's tokenizer; needs no weights."""
-    recipe = world_recipe(config)
-    if recipe is not None:
-        world = tiny.World(recipe, Path("teacher"), Path("student"))  # its prompts need no models
+    world = planned_world(config)
+    if world is not None:
         return prompt_order(config, world, world.tokenizer, notify), world.tokenizer
     source = source_of(config, "student")
     assert source is not None  # the config was validated

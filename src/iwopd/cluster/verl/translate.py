@@ -17,9 +17,7 @@ from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.params import literal
 from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.config import Config
-from iwopd.tiny.cache import cache_dir
-from iwopd.tiny.world import max_response_tokens
-from iwopd.train.loading import world_recipe
+from iwopd.train.loading import planned_world
 
 Pairs = Iterator[tuple[str, Any]]
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -88,8 +86,8 @@ def environment_overrides(variables: Mapping[str, str]) -> list[str]:
 
 def response_tokens(config: Config) -> int:
     """Longest response."""
-    recipe = world_recipe(config)
-    limit = config.rollout.max_tokens or (max_response_tokens(recipe.operands) if recipe is not None else None)
+    world = planned_world(config)
+    limit = config.rollout.max_tokens or (world.max_response_tokens if world is not None else None)
     if limit is None:
         raise VerlError("rollout.max_tokens is needed when no embedded world says how long answers are")
     return limit
@@ -102,15 +100,15 @@ def evaluates(config: Config) -> bool:
 
 def prompt_tokens(config: Config) -> int:
     """Longest prompt: of an embedded world as long as its prompts are, whose models have little room."""
-    recipe = world_recipe(config)
-    return config.data.max_prompt_tokens if recipe is None else min(config.data.max_prompt_tokens, 2 * recipe.operands)
+    world = planned_world(config)
+    return config.data.max_prompt_tokens if world is None else min(config.data.max_prompt_tokens, world.max_prompt_tokens)
 
 
 def model_path(config: Config, name: str) -> str:
     """Folder or hub id of `student` or `teacher`; of an embedded world where its models are or will be."""
-    recipe = world_recipe(config)
-    if recipe is not None:
-        return str((cache_dir() / "tiny" / getattr(recipe, name).key).absolute())
+    world = planned_world(config)
+    if world is not None:
+        return str(getattr(world, name).absolute())
     return _everywhere(getattr(config.models, name))
 
 

@@ -1,0 +1,103 @@
+"""Trackers: where the numbers of a run go besides its JSONL files. `tracking.trackers` names them.
+
+Another package adds one with an entry point in the group `iwopd.trackers`. It names a class (or a function) that takes the
+run directory, the project and all settings by dotted name, and gives an object with `log` and `close`:
+
+    class Printer:
+        def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None: ...
+        def log(self, step: int, values: Mapping[str, float]) -> None: ...
+        def close(self) -> None: ...
+
+A tracker's own package is imported when a run starts, not when its settings are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from iwopd.errors import ConfigError
+from iwopd.registry import Registry
+
+
+class TrackerBackend(Protocol):
+    """What receives the numbers."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a training step, or the accuracy of its evaluation as `eval/<task>`; called several times per step."""
+
+    def close(self) -> None:
+        """The run is over, or was interrupted."""
+
+
+OpenTracker = Callable[[Path, str, Mapping[str, Any]], TrackerBackend]
+
+
+def _adopt(name: str, loaded: Any, where: str) -> OpenTracker:
+    if not callable(loaded):
+        raise TypeError(f"must be a class or function (folder, project, settings) -> tracker, got {loaded!r}")
+    opener: OpenTracker = loaded
+    return opener
+
+
+TRACKERS: Registry[OpenTracker] = Registry("tracker", "iwopd.trackers", _adopt)
+
+
+def open_tracker(name: str, folder: Path, project: str, settings: Mapping[str, Any]) -> TrackerBackend:
+    try:
+        return TRACKERS[name](folder, project, settings)
+    except (ImportError, TypeError, KeyError) as error:
+        raise ConfigError(f"the tracker {name!r} cannot be opened: {error}") from error
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
+        self.writer = _need("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    """Weights & Biases, and trackio, which offers the same three calls."""
+
+    package = "wandb"
+
+    def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
+        self.library = _need(self.package, self.package)
+        self.library.init(project=project, name=folder.name, config=dict(settings), **self._place(folder))
+
+    def _place(self, folder: Path) -> dict[str, Any]:
+        """Its files belong to the run, not to wherever the command was started."""
+        return {"dir": str(folder)}
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.library.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.library.finish()
+
+
+class Trackio(Wandb):
+    package = "trackio"
+
+    def _place(self, folder: Path) -> dict[str, Any]:
+        return {}  # one database for all runs, in `TRACKIO_DIR`
+
+
+TRACKERS.add("tensorboard", TensorBoard)
+TRACKERS.add("trackio", Trackio)
+TRACKERS.add("wandb", Wandb)
+
+
+def _need(module: str, extra: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"the tracker {extra!r} is not installed ({error}): pip install 'iwopd[{extra}]'") from None
