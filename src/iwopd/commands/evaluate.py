@@ -105,10 +105,10 @@ def _data(words: Sequence[str]) -> dict[str, Path]:
 
 def _model(text: str, step: int | None) -> tuple[str, dict[str, Any], str]:
     """Path or id of the model, its labels, and a name for the folder; a run directory stands for one of its checkpoints."""
-    from iwopd.eval.results import method_title
     from iwopd.eval.session import RequestError
+    from iwopd.runs.directory import RunDirectory
+    from iwopd.runs.identity import method_title, student_name
     from iwopd.train.checkpoint import CheckpointStore
-    from iwopd.train.rundir import RunDirectory
 
     path = Path(text)
     if not (path / "run.json").exists():
@@ -120,6 +120,6 @@ def _model(text: str, step: int | None) -> tuple[str, dict[str, Any], str]:
     checkpoint = store.latest() if step is None else store.open(step)
     if checkpoint is None:
         raise RequestError(f"{text} has no valid checkpoint yet")
-    student = config.models.student or f"{config.models.world}-{config.models.student_size or 'medium'}"
+    student = student_name(config.models.model_dump())
     label = {"method": method_title(config.method.model_dump()), "student": student, "train_seed": config.seed}
     return str(checkpoint.model_path), label, f"{path.name}-step{checkpoint.step}"

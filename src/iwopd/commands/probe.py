@@ -79,8 +79,9 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     from rich.console import Console
 
-    from iwopd.analysis.probe import run_probe, write_probe
     from iwopd.analysis.probe.present import ConsoleProgress, print_probe
+    from iwopd.analysis.probe.result import write_probe
+    from iwopd.analysis.probe.run import run_probe
 
     _check(options)
     _settings(options, 1)  # wrong options are found before a model is loaded
@@ -99,7 +100,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from iwopd.analysis.probe import ProbeError
+    from iwopd.analysis.probe.result import ProbeError
 
     if options.limit < 1:
         raise ProbeError(f"--limit must be at least 1, got {options.limit}")
@@ -117,7 +118,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _settings(options: argparse.Namespace, max_tokens: int) -> Any:
-    from iwopd.analysis.probe import ProbeError, ProbeSettings
+    from iwopd.analysis.probe.result import ProbeError
+    from iwopd.analysis.probe.settings import ProbeSettings
 
     try:
         fractions = tuple(float(word) for word in options.fractions.split(",") if word.strip())
@@ -142,7 +144,7 @@ def _settings(options: argparse.Namespace, max_tokens: int) -> Any:
 
 
 def _max_tokens(options: argparse.Namespace, material: Material) -> int:
-    from iwopd.analysis.probe import ProbeError
+    from iwopd.analysis.probe.result import ProbeError
 
     found = options.max_tokens if options.max_tokens is not None else material.max_tokens
     if found is None:
@@ -152,8 +154,8 @@ def _max_tokens(options: argparse.Namespace, material: Material) -> int:
 
 def _world(options: argparse.Namespace) -> tuple[Pair, Material, str]:
     from iwopd import tiny
-    from iwopd.analysis.probe import ProbeError
     from iwopd.analysis.probe.inputs import open_pair, world_material
+    from iwopd.analysis.probe.result import ProbeError
     from iwopd.train.progress import pretraining_progress
 
     try:

@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 def _engine(options: argparse.Namespace, folder: Path | None) -> str:
     """The engine that is asked for, or of the run that goes on."""
     from iwopd.config import ConfigError
-    from iwopd.train.rundir import RunDirectory
+    from iwopd.runs.directory import RunDirectory
 
     begun = RunDirectory(folder).engine if options.resume and folder is not None and (folder / "run.json").exists() else "local"
     engine: str = options.engine or begun

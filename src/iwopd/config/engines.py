@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from iwopd.config.section import Dtype, Section
+from iwopd.config.section import Dtype, Place, Section
 from iwopd.data.teacher_view import PromptTemplate
 
 
@@ -27,7 +27,7 @@ class RolloutSettings(Section):
     truncated: Literal["keep", "mask", "drop"] = Field(
         "keep", description="rollouts cut off by max_tokens: train on them or not"
     )
-    overlap: bool | None = Field(
+    overlap: Place[bool | None] = Field(
         None, description="the teacher scores finished answers while others are being written; empty: if it is a server"
     )
 
@@ -35,15 +35,19 @@ class RolloutSettings(Section):
 class TeacherSource(Section):
     """Where a teacher is, and what it sees."""
 
-    urls: list[str] = Field([], description="servers (replicas) that score, e.g. ['http://gpu1:8000']; empty: a local model")
+    urls: Place[list[str]] = Field(
+        [], description="servers (replicas) that score, e.g. ['http://gpu1:8000']; empty: a local model"
+    )
     name: str | None = Field(None, description="what the servers call the model; empty: models.teacher, or their only one")
     dialect: Literal["vllm", "sglang"] = Field("vllm", description="vllm (also `iwopd serve-teacher`), or sglang")
-    api_key_env: str | None = Field(None, description="environment variable that holds the servers' API key; empty: no key")
-    max_in_flight: int = Field(16, ge=1, description="requests under way at once, for each server")
-    tokens_per_request: int = Field(8192, ge=1, description="short rollouts travel together up to so many tokens")
-    request_timeout: float = Field(300.0, gt=0, description="seconds for one attempt at one request")
-    patience: float = Field(600.0, gt=0, description="seconds that a teacher may be away before the run saves and ends")
-    deadline: float = Field(7200.0, gt=0, description="seconds for the scores of one step (or chunk of it)")
+    api_key_env: Place[str | None] = Field(
+        None, description="environment variable that holds the servers' API key; empty: no key"
+    )
+    max_in_flight: Place[int] = Field(16, ge=1, description="requests under way at once, for each server")
+    tokens_per_request: Place[int] = Field(8192, ge=1, description="short rollouts travel together up to so many tokens")
+    request_timeout: Place[float] = Field(300.0, gt=0, description="seconds for one attempt at one request")
+    patience: Place[float] = Field(600.0, gt=0, description="seconds that a teacher may be away before the run saves and ends")
+    deadline: Place[float] = Field(7200.0, gt=0, description="seconds for the scores of one step (or chunk of it)")
     system: str | None = Field(None, description="system prompt that the teacher sees instead of the student's")
     user: str | None = Field(
         None, description="user message that the teacher sees: {prompt}, {answer} and the data set's fields are filled in"
@@ -94,22 +98,26 @@ class Vllm(Section):
     max_model_len: int | None = Field(
         None, ge=2, description="longest prompt and answer together; empty: what prompts and max_tokens can come to"
     )
-    memory_share: float = Field(0.4, gt=0, le=1, description="share of a GPU's memory that the engine may take (engine vllm)")
+    memory_share: Place[float] = Field(
+        0.4, gt=0, le=1, description="share of a GPU's memory that the engine may take (engine vllm)"
+    )
     cache_gb: float | None = Field(
         None, gt=0, description="key/value cache in GB; empty: what memory_share leaves (on a CPU: 1)"
     )
     tensor_parallel: int = Field(1, ge=1, description="GPUs of the engine (engine vllm; above 1 it was never run)")
     eager: bool = Field(False, description="no CUDA graphs, no compilation: starts faster, runs slower")
-    sleep: bool = Field(False, description="give the GPU's memory back between rollouts (engine vllm; was never run)")
-    url: str | None = Field(None, description="server for rollouts, e.g. http://gpu1:8000 (engine server)")
+    sleep: Place[bool] = Field(False, description="give the GPU's memory back between rollouts (engine vllm; was never run)")
+    url: Place[str | None] = Field(None, description="server for rollouts, e.g. http://gpu1:8000 (engine server)")
     name: str | None = Field(None, description="what the server calls the student; empty: its only model")
-    weights_folder: str | None = Field(
+    weights_folder: Place[str | None] = Field(
         None, description="folder, for this run alone, that the server sees under the same name: new weights go through it"
     )
-    api_key_env: str | None = Field(None, description="environment variable that holds the server's API key; empty: no key")
-    max_in_flight: int = Field(64, ge=1, description="requests under way at once (engine server)")
-    request_timeout: float = Field(1800.0, gt=0, description="seconds for one attempt at one request (engine server)")
-    patience: float = Field(120.0, gt=0, description="seconds that a server may be away before the run ends")
+    api_key_env: Place[str | None] = Field(
+        None, description="environment variable that holds the server's API key; empty: no key"
+    )
+    max_in_flight: Place[int] = Field(64, ge=1, description="requests under way at once (engine server)")
+    request_timeout: Place[float] = Field(1800.0, gt=0, description="seconds for one attempt at one request (engine server)")
+    patience: Place[float] = Field(120.0, gt=0, description="seconds that a server may be away before the run ends")
     mismatch_limit: float | None = Field(
         None, gt=0, description="mean |difference| of engine's and trainer's log-probs that ends a run; empty: by dtype"
     )

@@ -30,9 +30,10 @@ from iwopd.report.panels import (
     probe_sections,
     weights,
 )
-from iwopd.report.reading import Notes, ReportError
+from iwopd.report.reading import ReportError
 from iwopd.report.sheets import Cell, Sheet, sheets
 from iwopd.report.text import printable
+from iwopd.runs.logs import Notes
 
 COLUMN, PAGE = 3.25, 6.75
 """Inches: one column and the full width of a two-column page."""

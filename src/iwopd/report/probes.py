@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from iwopd.analysis.probe.result import Curve, Estimate
 from iwopd.report.charts import NEUTRAL, Axis, Series
 from iwopd.report.gathering import ProbeView
-
-if TYPE_CHECKING:
-    from iwopd.analysis.probe.result import Curve, Estimate
 
 PROMPT_BAND = "95 % bootstrap intervals over prompts"
 FILLED = "A filled dot: the interval leaves zero out."

@@ -11,7 +11,8 @@ from torch import Tensor
 from iwopd.eval.statistics import Interval, interval_over_problems
 from iwopd.report.charts import Series
 from iwopd.report.gathering import Group, TaskCurve
-from iwopd.report.reading import Run, number
+from iwopd.runs.logs import number
+from iwopd.runs.reading import Run
 
 SEED_BAND = "from the lowest to the highest seed"
 PROBLEM_BAND = "95 % bootstrap intervals over problems"

@@ -11,8 +11,8 @@ from iwopd.report.gathering import Group, ProbeView, ReportData, TaskCurve
 from iwopd.report.panels import handoff, likelihood, weights
 from iwopd.report.panels.summary import against
 from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, middles
-from iwopd.report.reading import Run
 from iwopd.report.series import PROBLEM_BAND, SEED_BAND, accuracy_series, metric_series, position_series
+from iwopd.runs.reading import Run
 from iwopd.tiny import STUDENT_SIZES
 
 BEFORE_DASH = 2

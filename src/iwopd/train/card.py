@@ -10,12 +10,11 @@ from typing import Any
 import tomli_w
 
 import iwopd
-from iwopd.algo import WEIGHT_RULES
-from iwopd.config import Config, Method
-from iwopd.methods import METHODS, TITLES
+from iwopd.config import Config, without
 from iwopd.models import ModelSource
+from iwopd.runs.directory import RunDirectory
+from iwopd.runs.identity import method_title
 from iwopd.train.loading import source_of
-from iwopd.train.rundir import RunDirectory
 
 SECTIONS = ("method", "rollout", "optim", "lora")
 """What decides the result, besides models and data."""
@@ -37,19 +36,6 @@ def model_card(config: Config, run: RunDirectory, step: int) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def method_name(config: Config) -> str:
-    """The paper's name of the method, or what it is made of."""
-
-    def key(method: Method) -> tuple[Any, ...]:
-        return method.advantage, method.weights, {**WEIGHT_RULES[method.weights].params, **method.params}
-
-    for name, section in METHODS.items():
-        if key(Method(**section)) == key(config.method):
-            return TITLES[name]
-    params = ", ".join(f"{name} = {value}" for name, value in config.method.params.items())
-    return f"{config.method.advantage} with weights {config.method.weights}" + (f" ({params})" if params else "")
-
-
 def _front_matter(config: Config) -> str:
     """What the hub reads. Strings are quoted as JSON, which YAML understands."""
     values: dict[str, Any] = {"library_name": "peft" if config.lora.rank else "transformers"}
@@ -64,7 +50,7 @@ def _origin(config: Config, run: RunDirectory) -> str:
     rows = {
         "student": _model_name(config, "student"),
         "teacher": _model_name(config, "teacher"),
-        "method": method_name(config),
+        "method": method_title(config.method.model_dump()),
         "trained weights": f"LoRA adapter, rank {config.lora.rank}" if config.lora.rank else "all",
         "prompts": _data(config),
         "fingerprint of the prompts": run.about().get("data", "unknown"),
@@ -111,7 +97,7 @@ def _evaluations(run: RunDirectory, step: int) -> str:
 
 
 def _parameters(config: Config) -> str:
-    tree = config.model_dump(exclude_none=True)
+    tree = without(config.model_dump(exclude_none=True), "place")
     return tomli_w.dumps({"steps": config.steps, "seed": config.seed, **{name: tree[name] for name in SECTIONS}})
 
 

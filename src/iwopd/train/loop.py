@@ -19,6 +19,7 @@ from iwopd.algo.signal import TrainingSignal, training_signal
 from iwopd.config import Config
 from iwopd.errors import UserError
 from iwopd.lm import Sequences
+from iwopd.runs.directory import RunDirectory
 from iwopd.teacher.router import local_scorers
 from iwopd.train.assembly import Parts
 from iwopd.train.card import model_card
@@ -27,7 +28,6 @@ from iwopd.train.evaluation import evaluate_tasks, keep_best
 from iwopd.train.metrics import step_metrics, training_progress
 from iwopd.train.mismatch import check_engine, mismatch_metrics
 from iwopd.train.pipeline import Written, write_step
-from iwopd.train.rundir import RunDirectory
 from iwopd.train.teachers import overlap
 from iwopd.train.tracking import Tracker
 from iwopd.types import ScoredRollout, StepStats, TokenBatch

@@ -9,13 +9,14 @@ from iwopd import algo, tiny
 from iwopd.config import Config
 from iwopd.rollout.http import ServerError
 from iwopd.rollout.weights import WeightSyncError
+from iwopd.runs.directory import RunDirectory
+from iwopd.runs.logs import RunError
 from iwopd.teacher.errors import TeacherError
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
 from iwopd.train.doctor import Finding, examine_models, examine_recipe, refuse
 from iwopd.train.evaluation import keep_best
 from iwopd.train.loop import Progress, TrainingStoppedError, save, train
-from iwopd.train.rundir import RunDirectory, RunError
 from iwopd.train.tracking import Tracker
 
 

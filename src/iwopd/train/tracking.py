@@ -15,7 +15,7 @@ from rich.text import Text
 from iwopd.config import Config, ConfigError, flatten
 from iwopd.eval.runner import Evaluation
 from iwopd.eval.task import outcomes
-from iwopd.train.rundir import RunDirectory
+from iwopd.runs.directory import RunDirectory
 from iwopd.types import StepStats
 
 

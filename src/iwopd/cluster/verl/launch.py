@@ -20,10 +20,11 @@ from iwopd.cluster.verl.prompts import load_order, write_prompts
 from iwopd.cluster.verl.translate import Places, places
 from iwopd.config import Config
 from iwopd.filesystem import write_atomic
+from iwopd.runs.directory import RunDirectory
+from iwopd.runs.logs import RunError
 from iwopd.train.doctor import refuse
 from iwopd.train.loading import open_world
 from iwopd.train.loop import TrainingStoppedError
-from iwopd.train.rundir import RunDirectory, RunError
 from iwopd.train.tracking import Tracker
 
 POLL = 0.5

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from iwopd.analysis.probe.result import Aligned, Alignment
 from iwopd.report.charts import Axis, Chart, Series
 from iwopd.report.gathering import ProbeView, ReportData
 from iwopd.report.panel import Panel
 from iwopd.report.probes import FILLED, PROMPT_BAND, dot_series, one_each, shown_by
-
-if TYPE_CHECKING:
-    from iwopd.analysis.probe.result import Aligned, Alignment
 
 BATCH_BAND = "95 % intervals, Student's t over batches"
 BASELINE = "opd"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from iwopd.analysis.probe.result import Overlap, Positions
 from iwopd.report.charts import NEUTRAL, Axis, Chart, Series
 from iwopd.report.gathering import ProbeView, ReportData
 from iwopd.report.panel import Panel
 from iwopd.report.probes import ALONG, PROMPT_BAND, counted, curve_series, middles, one_each, shown_by
-
-if TYPE_CHECKING:
-    from iwopd.analysis.probe.result import Overlap, Positions
 
 SECOND = 2
 """The dash of the second of two curves in one colour."""

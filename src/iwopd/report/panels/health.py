@@ -7,8 +7,8 @@ from typing import Any
 from iwopd.report.charts import Axis, Chart, Series
 from iwopd.report.gathering import Group, ReportData
 from iwopd.report.panel import Panel
-from iwopd.report.reading import number
 from iwopd.report.series import SEED_BAND, all_values, metric_series
+from iwopd.runs.logs import number
 
 CURVES = (
     ("loss", "loss", "Loss", Axis("loss"), 1.0, "The clipped surrogate, a mean over the step's supervised tokens."),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from iwopd.analysis.probe.result import Likelihood, PrefixLikelihood
 from iwopd.report.charts import Axis, Chart, Series
 from iwopd.report.gathering import ProbeView, ReportData
 from iwopd.report.panel import Panel
 from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, middles, shown_by
-
-if TYPE_CHECKING:
-    from iwopd.analysis.probe.result import Likelihood, PrefixLikelihood
 
 STUDENT, TEACHER = 0, 1
 TEACHER_DASH = 1
