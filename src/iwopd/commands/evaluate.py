@@ -57,8 +57,9 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    from iwopd.eval.present import ConsoleProgress, print_results
+    from iwopd.eval.present import print_results
     from iwopd.eval.session import Request, run_evaluation
+    from iwopd.stages import ConsoleStages
 
     model, label, name = _model(options.model, options.step)
     request = Request(
@@ -81,7 +82,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         label=label,
     )
     out: Path = options.out or Path("evals") / name
-    with ConsoleProgress() as progress:
+    with ConsoleStages() as progress:
         results = run_evaluation(request, out, progress)
     print_results(results, out, as_json=options.json)
     return 0

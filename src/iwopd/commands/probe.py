@@ -79,16 +79,17 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     from rich.console import Console
 
-    from iwopd.analysis.probe.present import ConsoleProgress, print_probe
+    from iwopd.analysis.probe.present import print_probe
     from iwopd.analysis.probe.result import write_probe
     from iwopd.analysis.probe.run import run_probe
+    from iwopd.stages import ConsoleStages
 
     _check(options)
     _settings(options, 1)  # wrong options are found before a model is loaded
     pair, material, name = _world(options) if options.world is not None else _models(options)
     settings = _settings(options, _max_tokens(options, material))
     out: Path = options.output or Path("probes") / name / "probe.json"
-    with ConsoleProgress() as progress:
+    with ConsoleStages() as progress:
         probe = run_probe(pair, material, settings, progress)
     write_probe(probe, out)
     console = Console(stderr=options.json)

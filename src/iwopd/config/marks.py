@@ -51,6 +51,8 @@ def _fields(section: type[Section], prefix: Name = ()) -> Iterator[tuple[Name, F
         yield (*prefix, name), info
         for inner, path in _sections(info.annotation):
             yield from _fields(inner, (*prefix, name, *path))
+    for name, inner in section.plugged_in().items():
+        yield from _fields(inner, (*prefix, name))
 
 
 def _sections(annotation: Any) -> Iterator[tuple[type[Section], Name]]:

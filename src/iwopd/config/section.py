@@ -28,3 +28,8 @@ class Section(BaseModel):
     """A part of the tree."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @classmethod
+    def plugged_in(cls) -> dict[str, type[Section]]:
+        """Sections that other packages add to this one, by name."""
+        return {}

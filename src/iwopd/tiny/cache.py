@@ -25,7 +25,7 @@ from typing import IO
 
 from iwopd.filesystem import sha256
 from iwopd.tiny.models import RECIPE_VERSION, ModelRecipe
-from iwopd.tiny.pretrain import Progress
+from iwopd.tiny.pretrain import PretrainingListener
 
 log = logging.getLogger(__name__)
 ENTRY = "entry.json"
@@ -42,7 +42,7 @@ def cache_dir() -> Path:
 
 
 def cached_models(
-    recipes: Mapping[str, ModelRecipe], *, refresh: bool = False, progress: Progress | None = None
+    recipes: Mapping[str, ModelRecipe], *, refresh: bool = False, progress: PretrainingListener | None = None
 ) -> dict[str, Path]:
     """Folders of these models by label, training those that are not there yet, side by side in processes of their own.
 
@@ -101,7 +101,7 @@ def _locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _build(recipes: Mapping[str, ModelRecipe], root: Path, progress: Progress | None) -> None:
+def _build(recipes: Mapping[str, ModelRecipe], root: Path, progress: PretrainingListener | None) -> None:
     """Train, seal and move into place. The caller holds the locks, so leftovers of the same recipes have no owner."""
     for recipe in recipes.values():
         for leftover in root.glob(f".{recipe.key}.*"):
@@ -117,7 +117,7 @@ def _build(recipes: Mapping[str, ModelRecipe], root: Path, progress: Progress | 
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _train(recipes: Mapping[str, ModelRecipe], drafts: Mapping[str, Path], progress: Progress | None) -> None:
+def _train(recipes: Mapping[str, ModelRecipe], drafts: Mapping[str, Path], progress: PretrainingListener | None) -> None:
     """One process a model, all at once; their lines of progress arrive through one queue in the caller's thread."""
     lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
     with ExitStack() as stack:

@@ -11,7 +11,7 @@ from iwopd import tiny
 
 
 @contextmanager
-def pretraining_progress() -> Iterator[tiny.Progress]:
+def pretraining_progress() -> Iterator[tiny.PretrainingListener]:
     """A callback that shows how far the models of a world are: in place on a terminal, a line every ten seconds elsewhere."""
     state: dict[str, tuple[int, int, float]] = {}
     last = [0.0]

@@ -27,7 +27,7 @@ def run_training(
     resume: bool = False,
     allow_changes: bool = False,
     doctor: bool = True,
-    progress: tiny.Progress | None = None,
+    progress: tiny.PretrainingListener | None = None,
 ) -> Progress:
     """Train in `folder`. With `resume`, go on from the newest valid checkpoint (or from the start if there is none).
 

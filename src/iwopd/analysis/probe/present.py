@@ -1,15 +1,11 @@
-"""What `iwopd probe` shows: progress on stderr, then tables with small bars."""
+"""The tables that `iwopd probe` prints, with small bars."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,47 +13,6 @@ from iwopd.analysis.probe.result import Aligned, Alignment, Estimate, Handoff, L
 
 BAR = 24
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-QUIET_SECONDS = 2.0
-LINE_SECONDS = 5.0
-
-
-class ConsoleProgress:
-    """A bar a stage on a terminal; elsewhere a line now and then, for stages that take more than two seconds."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self.live = console.is_terminal
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bars = Progress(*columns, console=console)
-        self.name, self.total, self.done = "", 0, 0
-        self.began = self.said = 0.0
-
-    def __enter__(self) -> Self:
-        if self.live:
-            self.bars.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.live:
-            self.bars.stop()
-
-    def stage(self, name: str, total: int) -> None:
-        self.name, self.total, self.done = name, total, 0
-        self.began = time.monotonic()
-        self.said = self.began + QUIET_SECONDS - LINE_SECONDS  # the first line after two seconds
-        if self.live:
-            self.bar = self.bars.add_task(name, total=total)
-
-    def advance(self, done: int) -> None:
-        self.done += done
-        if self.live:
-            self.bars.update(self.bar, advance=done)
-            return
-        now = time.monotonic()
-        if now - self.said > LINE_SECONDS:
-            left = (now - self.began) / self.done * (self.total - self.done)
-            print(f"{self.name}: {self.done}/{self.total}, about {left:.0f} s left", file=sys.stderr, flush=True)
-            self.said = now
 
 
 def print_probe(probe: Probe, console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,31 +27,20 @@ from iwopd.lm import ResponseModel
 from iwopd.models import stop_ids
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
+from iwopd.stages import Silent, StageListener
 from iwopd.types import Rollout
 
 CHUNK_PROMPTS = 64
 """Prompts that are sampled in one call: enough to fill a batch, few enough to show progress."""
 
 
-class Progress(Protocol):
-    """Hears what is going on."""
-
-    def stage(self, name: str, total: int) -> None: ...
-    def advance(self, done: int) -> None: ...
-
-
-class Silent:
-    def stage(self, name: str, total: int) -> None: ...
-    def advance(self, done: int) -> None: ...
-
-
-def run_probe(pair: Pair, material: Material, settings: ProbeSettings, progress: Progress | None = None) -> Probe:
+def run_probe(pair: Pair, material: Material, settings: ProbeSettings, progress: StageListener | None = None) -> Probe:
     """Measure what can be measured, and say what cannot and why. The pair's teacher is let go of on the way."""
     return _Run(pair, material, settings, progress or Silent()).finish()
 
 
 class _Run:
-    def __init__(self, pair: Pair, material: Material, settings: ProbeSettings, progress: Progress) -> None:
+    def __init__(self, pair: Pair, material: Material, settings: ProbeSettings, progress: StageListener) -> None:
         self.pair, self.material, self.settings, self.progress = pair, material, settings, progress
         self.missing: dict[str, str] = {part: "left out with --skip" for part in PARTS if part in settings.skip}
         self.notes = list(material.notes)

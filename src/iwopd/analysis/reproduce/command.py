@@ -11,7 +11,6 @@ from rich.console import Console
 
 from iwopd import tiny
 from iwopd.analysis.probe.inputs import open_pair, world_material
-from iwopd.analysis.probe.present import ConsoleProgress
 from iwopd.analysis.probe.result import Probe, read_probe, write_probe
 from iwopd.analysis.probe.run import run_probe
 from iwopd.analysis.probe.settings import ProbeSettings
@@ -20,6 +19,7 @@ from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import Section, markdown, print_section
 from iwopd.analysis.reproduce.variants import Variant
 from iwopd.errors import UserError
+from iwopd.stages import ConsoleStages
 from iwopd.train.many import run_all
 from iwopd.train.progress import pretraining_progress
 
@@ -102,7 +102,7 @@ def _probe(runs: Runs, lineage: int) -> Probe:
         return read_probe(path)
     world = tiny.open_world(tiny.world_recipe(runs.world, lineage=lineage))
     pair = open_pair(str(world.student), str(world.teacher), names=(f"{runs.world} student", "teacher"))
-    with ConsoleProgress() as progress:
+    with ConsoleStages() as progress:
         settings = ProbeSettings(max_tokens=world.max_response_tokens)
         probe = run_probe(pair, world_material(world, PROBE_PROMPTS), settings, progress)
     write_probe(probe, path)

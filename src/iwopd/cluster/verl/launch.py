@@ -47,7 +47,7 @@ def run_on_verl(
     allow_changes: bool = False,
     doctor: bool = True,
     address: str | None = None,
-    progress: tiny.Progress | None = None,
+    progress: tiny.PretrainingListener | None = None,
 ) -> int:
     """Train in `folder` on a Ray cluster, and wait for the end; returns the last step."""
     check_settings(config)
