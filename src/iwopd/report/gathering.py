@@ -56,7 +56,7 @@ class TaskCurve:
         return torch.cat(list(self.by_seed[step].values()), 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProbeView:
     """A probe with what it is called and looks like on the page."""
 
