@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from iwopd.analysis.probe.result import Aligned, Alignment, Estimate, Handoff, Likelihood, Overlap, Positions, Probe, Rules
+from iwopd.analysis.probe.result import Aligned, Alignment, Estimate, Handoff, Likelihood, Positions, Probe, Rules, TopKOverlap
 
 BAR = 24
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -25,7 +25,7 @@ def print_probe(probe: Probe, console: Console) -> None:
     shows: dict[str, Callable[[Any], Table]] = {
         "handoff": _handoff,
         "positions": _positions,
-        "overlap": _overlap,
+        "overlap": _top_k_overlap,
         "likelihood": _likelihood,
         "rules": _rules,
         "alignment": _alignment,
@@ -66,7 +66,7 @@ def _handoff(part: Handoff) -> Table:
 
 
 def _positions(part: Positions) -> Table:
-    title = "Disagreement by position: nats a token, and each part's share of the total of |gap|"
+    title = "Disagreement by position: nats per token, and each part's share of the total of |gap|"
     table = _table(title, "position", "|gap|", "gap", "KL", "share", "")
     most = max((value for value in part.share.mean if value is not None), default=0.0)
     for place in range(len(part.edges) - 1):
@@ -80,7 +80,7 @@ def _positions(part: Positions) -> Table:
     return table
 
 
-def _overlap(part: Overlap) -> Table:
+def _top_k_overlap(part: TopKOverlap) -> Table:
     title = f"Likeliest next tokens in common (top {part.k}; by chance {100 * part.chance:.2g} %)"
     table = _table(title, "position", f"top {part.k}", "same first", "")
     for place in range(len(part.edges) - 1):

@@ -107,7 +107,7 @@ class Drift(Part):
     """... and after it."""
 
 
-class Overlap(Part):
+class TopKOverlap(Part):
     """Likeliest next tokens that the models have in common, by relative position."""
 
     k: int
@@ -222,7 +222,7 @@ class Probe(Part):
     handoff: Handoff | None = None
     positions: Positions | None = None
     drift: Drift | None = None
-    overlap: Overlap | None = None
+    overlap: TopKOverlap | None = None
     likelihood: Likelihood | None = None
     rules: Rules | None = None
     alignment: Alignment | None = None

@@ -16,7 +16,7 @@ from iwopd.analysis.handoff import handoff_scores
 from iwopd.analysis.probe.alignment import AlignmentBatch, directions_of, measure_alignment
 from iwopd.analysis.probe.inputs import Material, Pair
 from iwopd.analysis.probe.intervals import Bootstrap
-from iwopd.analysis.probe.positions import measure_drift, measure_likelihood, measure_overlap, measure_positions
+from iwopd.analysis.probe.positions import measure_drift, measure_likelihood, measure_positions, measure_top_k_overlap
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Probe, ProbeError, Rollouts
 from iwopd.analysis.probe.rules import measure_rules, probe_rules
 from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
@@ -193,7 +193,7 @@ class _Run:
             self.progress.advance(1)
             if "overlap" not in self.missing:
                 k, vocabulary = min(settings.top_k, self.pair.vocab_size), self.pair.vocab_size
-                self.parts["overlap"] = measure_overlap(tokens, bootstrap, bins, k=k, vocabulary=vocabulary)
+                self.parts["overlap"] = measure_top_k_overlap(tokens, bootstrap, bins, k=k, vocabulary=vocabulary)
             self.progress.advance(1)
             if "likelihood" not in self.missing:
                 self.parts["likelihood"] = measure_likelihood(tokens, bootstrap, bins)
