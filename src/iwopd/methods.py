@@ -90,25 +90,38 @@ def identity(objective: Objective) -> tuple[Any, ...]:
     return objective.name, objective.weights, weights, advantage, more
 
 
-def method_title(section: Mapping[str, Any]) -> str:
-    """The name of a `[method]` section, which may be of another version; where it has none, what it is made of."""
-    from iwopd.algo.objectives import make_objective, objective_class
+def resolved(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A `[method]` section of any version as this one would write it: defaults filled in, what is not used left out."""
+    from iwopd.algo.objectives import objective_class
 
     try:
-        chosen = {name: value for name, value in section.items() if name == "objective"}
-        known = objective_class(chosen).settings(section)
-        wanted = identity(make_objective(chosen | {name: value for name, value in section.items() if name in known}))
-        for name, own in METHODS.items():
-            if identity(make_objective(own)) == wanted:
-                return TITLES[name]
-        made_of = [value for name, value in section.items() if name in ("objective", "advantage", "weights")]
-        given = [(name, value) for name, value in section.items() if name in known and not isinstance(value, Mapping)]
-        given = [(name, value) for name, value in given if value != known[name].default and value not in made_of]
-    except (ValueError, TypeError, ImportError, LookupError):
-        made_of, given = [section.get("advantage", "opd"), section.get("weights", "uniform")], []
-    params = section.get("params", {})
-    given += list(params.items()) if isinstance(params, Mapping) else []
-    return " ".join([*(str(word) for word in made_of), *(f"{name}={value}" for name, value in given)])
+        kind = objective_class(section)
+        known = kind.settings(section)
+    except (ValueError, TypeError, ImportError):  # of a plug-in that is not here, or damaged
+        return dict(section)
+    given = {name: value for name, value in section.items() if name in known}
+    return {"objective": kind.name, **{name: one.default for name, one in known.items()}, **given}
+
+
+def method_title(section: Mapping[str, Any]) -> str:
+    """The name of a `[method]` section of any version; where it has none, what it is made of."""
+    from iwopd.algo.objectives import make_objective
+
+    whole = resolved(section)
+    try:
+        wanted = identity(make_objective(whole))
+    except (ValueError, TypeError, ImportError):
+        wanted = ()
+    for name, own in METHODS.items():
+        if identity(make_objective(own)) == wanted:
+            return TITLES[name]
+    usual, params = resolved({}), whole.get("params", {})
+    words = [str(whole.get(name)) for name in ("advantage", "weights") if name in whole]
+    words += [f"{name}={value}" for name, value in whole.items() if usual.get(name) != value and name not in _MADE_OF]
+    return " ".join(words + [f"{name}={value}" for name, value in (params.items() if isinstance(params, Mapping) else ())])
+
+
+_MADE_OF = ("advantage", "weights", "params")
 
 
 def catalogue() -> dict[str, list[dict[str, Any]]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from iwopd.train.rundir import RunDirectory
+from iwopd.runs.directory import RunDirectory
 
 
 def demo(*words: str | Path, cache: Path) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ import pytest
 import tomli_w
 
 from iwopd.cli import main
-from iwopd.train.rundir import RunDirectory
+from iwopd.runs.directory import RunDirectory
 from models import save_byte_model, save_pair
 from shared_data import FOLDER, shared
 

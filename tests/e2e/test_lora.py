@@ -20,12 +20,12 @@ from iwopd.lm import ResponseModel, Sequences
 from iwopd.models import ModelError
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
+from iwopd.runs.directory import RunDirectory
 from iwopd.teacher import LocalScorer
 from iwopd.train.assembly import assemble
 from iwopd.train.checkpoint import CheckpointError
 from iwopd.train.export import ExportError
 from iwopd.train.run import run_training
-from iwopd.train.rundir import RunDirectory
 from iwopd.types import Prompt
 from models import make_model, save_pair
 

@@ -12,19 +12,19 @@ import pytest
 from rich.console import Console
 
 from iwopd.config import make_config
-from iwopd.train.many import Job, ManyRunsError, _start, run_all
-from iwopd.train.rundir import RunDirectory
+from iwopd.runs.directory import RunDirectory
+from iwopd.train.many import ManyRunsError, PlannedRun, _start, run_all
 from models import save_pair
 
 
-def jobs(folder: Path, settings: dict[str, Any], count: int) -> list[Job]:
+def planned(folder: Path, settings: dict[str, Any], count: int) -> list[PlannedRun]:
     settings = {**settings, "eval": {"prompts": 0}, "tracking": {"console": "off"}}
-    return [Job(f"seed {seed}", folder / str(seed), make_config({**settings, "seed": seed})) for seed in range(count)]
+    return [PlannedRun(f"seed {seed}", folder / str(seed), make_config({**settings, "seed": seed})) for seed in range(count)]
 
 
 def test_runs_are_resumed_and_made_once(tmp_path: Path) -> None:
     screen = Console(file=io.StringIO())
-    many = jobs(tmp_path / "runs", {**save_pair(tmp_path), "steps": 30}, 2)
+    many = planned(tmp_path / "runs", {**save_pair(tmp_path), "steps": 30}, 2)
     begun: subprocess.Popen[bytes] = _start(many[0])
     deadline = time.monotonic() + 120
     while not list((many[0].folder / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
@@ -46,4 +46,4 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     settings = save_pair(tmp_path)
     settings["data"] = {"prompts": str(tmp_path / "nowhere.jsonl")}
     with pytest.raises(ManyRunsError, match=r"(?s)failed with exit code 2:\n.*cannot read prompts from .*nowhere\.jsonl"):
-        run_all(jobs(tmp_path / "runs", settings, 1), at_a_time=1, console=Console(file=io.StringIO()))
+        run_all(planned(tmp_path / "runs", settings, 1), at_a_time=1, console=Console(file=io.StringIO()))

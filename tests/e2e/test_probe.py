@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from iwopd.analysis.probe import Probe, read_probe
+from iwopd.analysis.probe.result import Probe, read_probe
 from iwopd.commands import probe
 from iwopd.errors import UserError
 from iwopd.tiny import task

@@ -25,12 +25,12 @@ from iwopd.cli import main
 from iwopd.config import make_config
 from iwopd.errors import UserError
 from iwopd.models import load_model
+from iwopd.runs.directory import RunDirectory
 from iwopd.teacher.checks import check_server
 from iwopd.teacher.errors import TeacherError
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.server import ServerScorer, ServerSettings
 from iwopd.train.run import run_training
-from iwopd.train.rundir import RunDirectory
 from iwopd.types import Prompt, Rollout
 from models import make_model, save_pair
 

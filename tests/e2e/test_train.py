@@ -17,7 +17,7 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
-from iwopd.train.rundir import RunDirectory
+from iwopd.runs.directory import RunDirectory
 from models import save_pair
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -55,7 +55,7 @@ def test_a_resumed_run_goes_on_with_the_same_prompts(mixture: dict[str, Any], tm
 
 
 def test_other_shares_are_another_run(mixture: dict[str, Any], tmp_path: Path) -> None:
-    from iwopd.train.rundir import RunError
+    from iwopd.runs.logs import RunError
 
     run_training(make_config({**mixture, "steps": 1}), tmp_path / "run")
     first, second = mixture["data"]["sets"]

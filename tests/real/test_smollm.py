@@ -49,7 +49,7 @@ def test_the_student_comes_closer_to_its_teacher(method: str, result: dict[str, 
 
 
 def test_the_probe_was_made(out: Path) -> None:
-    from iwopd.analysis.probe import read_probe
+    from iwopd.analysis.probe.result import read_probe
 
     probe = read_probe(out / "probe" / "probe.json")
     assert probe.rollouts.prompts == 16

@@ -9,7 +9,13 @@ import torch
 
 from iwopd.algo import WEIGHT_RULES
 from iwopd.analysis.probe.intervals import Bootstrap
-from iwopd.analysis.probe.positions import half_spent, measure_drift, measure_likelihood, measure_overlap, measure_positions
+from iwopd.analysis.probe.positions import (
+    half_spent,
+    measure_drift,
+    measure_likelihood,
+    measure_positions,
+    measure_top_k_overlap,
+)
 from iwopd.analysis.probe.result import ProbeError
 from iwopd.analysis.probe.rules import measure_rules, probe_rules
 from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
@@ -122,7 +128,7 @@ def test_drift_by_hand() -> None:
 
 def test_overlap_and_likelihood_by_hand() -> None:
     bootstrap = Bootstrap([0, 1])
-    overlap = measure_overlap(tokens_of(), bootstrap, 2, k=3, vocabulary=30)
+    overlap = measure_top_k_overlap(tokens_of(), bootstrap, 2, k=3, vocabulary=30)
     assert (overlap.chance, overlap.shared.mean, overlap.same_first.mean) == (0.1, [0.5, 0.5], [1.0, 1.0])
     found = measure_likelihood(tokens_of(), bootstrap, 2)
     # Prefixes, last token included: student -0.25 .. -1 and -0.25, -0.5; teacher -3.25, -4.5, -4.75, -5 and -0.75, -0.5.

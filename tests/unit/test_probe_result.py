@@ -10,9 +10,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from iwopd.analysis.probe import Probe, ProbeError, ProbeSettings, read_probe, write_probe
 from iwopd.analysis.probe.present import bar, print_probe
-from iwopd.analysis.probe.result import Aligned, Alignment, Curve, Drift, Estimate, Handoff, Positions, Rollouts
+from iwopd.analysis.probe.result import (
+    Aligned,
+    Alignment,
+    Curve,
+    Drift,
+    Estimate,
+    Handoff,
+    Positions,
+    Probe,
+    ProbeError,
+    Rollouts,
+    read_probe,
+    write_probe,
+)
+from iwopd.analysis.probe.settings import ProbeSettings
 from iwopd.analysis.probe.verdict import PLAIN, judge
 
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from browser.report_runs import handoff, lines, make_run, read_lines
 from iwopd.report.gathering import gather
-from iwopd.report.reading import Notes, ReportError, number, read_handoff, read_log, read_runs
+from iwopd.report.reading import ReportError, read_all, read_handoff
+from iwopd.runs.logs import Notes, number, read_log
+from iwopd.runs.reading import read_runs
 
 
 def texts(notes: Notes) -> str:
@@ -45,7 +47,7 @@ def test_runs_of_equal_name_are_told_apart(tmp_path: Path) -> None:
     [
         ("run.json", None, "run.json is missing"),
         ("run.json", "{", "run.json cannot be read"),
-        ("run.json", "[]", "run.json is not an object"),
+        ("run.json", "[]", "it is not an object"),
         ("run.json", '{"format": 2}', "written in format 2"),
         ("config.toml", None, "config.toml is missing"),
         ("config.toml", "= =", "config.toml cannot be read"),
@@ -75,10 +77,9 @@ def test_damage_is_said_and_the_rest_is_read(tmp_path: Path, name: str, content:
 
 def test_nothing_at_all_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("x")
     with pytest.raises(ReportError, match=r"nothing to report on.*nowhere: there is no such directory") as caught:
-        read_runs([tmp_path / "nowhere", tmp_path / "file", tmp_path / "empty"], Notes())
-    assert "file: this is not a directory" in str(caught.value)
+        read_all([tmp_path / "nowhere", tmp_path / "empty"], [], Notes())
+    assert "empty: there is no step" in str(caught.value)
     assert caught.value.exit_code == 2
 
 
@@ -92,7 +93,7 @@ def test_unfinished_run_is_said(tmp_path: Path) -> None:
 def test_any_line_is_survived(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.mktemp("log") / "metrics.jsonl"
     path.write_bytes((text + '\n{"step": 3}\n').encode("utf-8", "surrogatepass"))
-    records = list(read_log(path, "run", Notes()))
+    records = list(read_log(path, Notes()))
     assert records[-1] == {"step": 3}
 
 
@@ -100,7 +101,7 @@ def test_deep_and_huge_json_is_survived(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("[" * 100_000 + "\n" + '{"step": ' + "9" * 5000 + '}\n{"step": 1, "loss": 1e999}\n')
     notes = Notes()
-    assert [record["step"] for record in read_log(path, "run", notes)] == [1]
+    assert [record["step"] for record in read_log(path, notes)] == [1]
     assert "2 of 3 lines" in texts(notes)
 
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Probe, Rollouts
-from iwopd.analysis.reproduce.figures import learning_chart, write_figures
 from iwopd.analysis.reproduce.items import ITEMS
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import markdown
 from iwopd.analysis.reproduce.variants import IW_OPD, OPD, OPD_FASTER, PREFIX, SUFFIX, Variant, sized, taught
 from iwopd.cli import main
 from iwopd.errors import UserError
-from iwopd.train.many import config_key
-from iwopd.train.rundir import RunDirectory
+from iwopd.report.reproduction import learning_chart, write_figures
+from iwopd.runs.directory import RunDirectory
+from iwopd.runs.identity import run_key
 
 PROBLEMS = 60
 
@@ -26,7 +26,7 @@ PROBLEMS = 60
 def write_run(runs: Runs, variant: Variant, accuracy: float) -> None:
     """Finished runs whose first problems are right: the share of them grows to `accuracy` over the steps."""
     for lineage, seed in runs.members:
-        job = runs.job(variant, lineage, seed)
+        job = runs.planned(variant, lineage, seed)
         if (job.folder / "run.json").exists():
             continue
         run = RunDirectory(job.folder)
@@ -48,20 +48,18 @@ def runs(tmp_path: Path) -> Runs:
 
 def test_runs_are_named_by_what_decides_them(runs: Runs) -> None:
     one = runs.config(OPD, 0, 0)
-    assert config_key(one) == config_key(
-        one.model_copy(update={"tracking": one.tracking.model_copy(update={"console": "live"})})
-    )
-    keys = {config_key(runs.config(v, lineage, seed)) for v in (OPD, IW_OPD, OPD_FASTER) for lineage, seed in runs.members}
+    assert run_key(one) == run_key(one.model_copy(update={"tracking": one.tracking.model_copy(update={"console": "live"})}))
+    keys = {run_key(runs.config(v, lineage, seed)) for v in (OPD, IW_OPD, OPD_FASTER) for lineage, seed in runs.members}
     assert len(keys) == 12
     assert runs.config(OPD_FASTER, 0, 0).optim.lr == pytest.approx(1.25e-4)
     # The default size and teacher are not runs of their own.
     assert (
-        runs.job(sized(OPD, "medium"), 0, 0).folder
-        == runs.job(OPD, 0, 0).folder
-        == runs.job(taught(OPD, "strong"), 0, 0).folder
+        runs.planned(sized(OPD, "medium"), 0, 0).folder
+        == runs.planned(OPD, 0, 0).folder
+        == runs.planned(taught(OPD, "strong"), 0, 0).folder
     )
-    assert runs.job(sized(OPD, "small"), 0, 0).folder != runs.job(OPD, 0, 0).folder
-    assert len(runs.jobs([OPD, IW_OPD, sized(OPD, "medium")])) == 8
+    assert runs.planned(sized(OPD, "small"), 0, 0).folder != runs.planned(OPD, 0, 0).folder
+    assert len(runs.all_planned([OPD, IW_OPD, sized(OPD, "medium")])) == 8
 
 
 def test_differences_are_paired_by_run_and_problem(runs: Runs) -> None:
@@ -78,7 +76,7 @@ def test_differences_are_paired_by_run_and_problem(runs: Runs) -> None:
 
 
 def test_a_finished_run_is_known_as_such(runs: Runs) -> None:
-    job = runs.job(OPD, 0, 0)
+    job = runs.planned(OPD, 0, 0)
     found = [job.finished]
     write_run(runs, OPD, 0.5)
     found.append(job.finished)
@@ -147,7 +145,7 @@ def test_a_second_call_only_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for variant in ITEMS["p5"].variants:
         write_run(runs, variant, 0.5)
     monkeypatch.setattr("iwopd.tiny.open_world", lambda *a, **k: None)
-    monkeypatch.setattr("iwopd.train.many._start", lambda job: pytest.fail(f"started {job.title}"))
+    monkeypatch.setattr("iwopd.train.many._start", lambda run: pytest.fail(f"started {run.title}"))
     options = ["p5", "--seeds", "2", "--lineages", "1", "--problems", str(PROBLEMS), "--out", str(tmp_path), "--json"]
     with pytest.raises(SystemExit) as ended:
         main(["reproduce", *options, "--markdown", str(tmp_path / "tables.md")])

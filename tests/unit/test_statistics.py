@@ -14,18 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from iwopd.eval import statistics
+from iwopd.eval import per_problem, statistics
+from iwopd.eval.per_problem import best_at, majority_at, mean_at, pass_at
 from iwopd.eval.statistics import (
     Term,
-    best_at,
     bootstrap_interval,
     crossed,
     holm,
     interval_over_problems,
-    majority_at,
-    mean_at,
     needed,
-    pass_at,
     sampling_noise,
     sign_flip_p,
     t_quantile,
@@ -114,7 +111,7 @@ def test_resampled_votes_agree_with_exact_ones(monkeypatch: pytest.MonkeyPatch) 
     answers = [["a"] * 9 + ["b"] * 8 + ["c"] * 5 + [None] * 2]
     scores = row([1.0] * 9 + [0.0] * 15)
     exact = float(majority_at(scores, answers, 7))
-    monkeypatch.setattr(statistics, "EXACT_VOTES", 0)
+    monkeypatch.setattr(per_problem, "EXACT_VOTES", 0)
     sampled = float(majority_at(scores, answers, 7))
     assert sampled != exact
     assert sampled == pytest.approx(exact, abs=0.03)

@@ -16,7 +16,8 @@ from rich.console import Console
 from iwopd.config import ConfigError, make_config
 from iwopd.eval.runner import Evaluation
 from iwopd.eval.task import Verdict
-from iwopd.train.rundir import RunDirectory, RunError
+from iwopd.runs.directory import RunDirectory
+from iwopd.runs.logs import RunError
 from iwopd.train.tracking import Tracker
 from iwopd.types import EvalResult, StepStats
 

@@ -22,11 +22,12 @@ from iwopd.cluster.verl.metrics import MetricsFile, step_stats
 from iwopd.cluster.verl.translate import places
 from iwopd.config import Config, make_config
 from iwopd.models import load_model
+from iwopd.runs.directory import RunDirectory
+from iwopd.runs.logs import RunError
 from iwopd.tiny import build_tokenizer
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.loop import TrainingStoppedError
 from iwopd.train.run import run_training
-from iwopd.train.rundir import RunDirectory, RunError
 from iwopd.train.tracking import Tracker
 from models import save_pair
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -25,27 +26,18 @@ PAPER = {
 }
 """The paper's columns, by task names without signs (`humaneval+`, `humaneval-plus` and `humaneval_plus` are one)."""
 
+IN_WORDS = ("student", "method", "difference", "task", "verdict")
+"""Columns of words; the others are numbers."""
+
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    level = percent(comparison.level)
-    scores = Table(title=f"{comparison.metric} in points, {level} intervals", title_justify="left")
-    for heading in ("student", "method", "seeds"):
-        scores.add_column(heading, justify="right" if heading == "seeds" else "left", overflow="fold")
-    for task in columns(comparison):
-        scores.add_column(Text(plain(task_title(task))), justify="right", overflow="fold")
-    for place in order(comparison):
-        group = comparison.groups[place]
-        cells = [_score(comparison, place, task) for task in columns(comparison)]
-        words = [group.student or "–", group.name, str(len(group.members)), *cells]
-        scores.add_row(*(Text(plain(word)) for word in words))
-    console.print(scores)
-    differences = Table(title=f"Differences in points, {level} intervals", title_justify="left")
-    for heading in _headings(comparison):
-        in_words = heading in ("difference", "task", "verdict")
-        differences.add_column(heading, justify="left" if in_words else "right", overflow="fold")
-    for difference in comparison.differences:
-        differences.add_row(*(Text(plain(word)) for word in _cells(difference, comparison)))
-    console.print(differences)
+    for title_, (heads, rows) in _both_tables(comparison).items():
+        table = Table(title=title_, title_justify="left")
+        for head in heads:
+            table.add_column(Text(plain(head)), justify="left" if head in IN_WORDS else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(plain(word)) for word in row))
+        console.print(table)
     for difference in comparison.differences:
         console.print(Text(plain(sentence(difference, comparison))))
     for note in comparison.notes:
@@ -53,17 +45,10 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def markdown(comparison: Comparison) -> str:
-    heads = ["student", "method", "seeds", *(task_title(task) for task in columns(comparison))]
-    rows = []
-    for place in order(comparison):
-        group = comparison.groups[place]
-        cells = [_score(comparison, place, task) for task in columns(comparison)]
-        rows.append([group.student or "–", group.name, str(len(group.members)), *cells])
-    lines = [f"{comparison.metric} in points, {percent(comparison.level)} intervals", ""]
-    lines += _markdown_table(heads, rows, left=2)
-    lines += ["", f"Differences in points, {percent(comparison.level)} intervals", ""]
-    lines += _markdown_table(_headings(comparison), [_cells(d, comparison) for d in comparison.differences], left=2)
-    lines += ["", *(f"- {escape_markdown(sentence(d, comparison))}" for d in comparison.differences)]
+    lines: list[str] = []
+    for title_, (heads, rows) in _both_tables(comparison).items():
+        lines += [title_, "", *_markdown_table(heads, rows, left=2), ""]
+    lines += [f"- {escape_markdown(sentence(d, comparison))}" for d in comparison.differences]
     if comparison.notes:
         lines += ["", *(f"> Note: {escape_markdown(note)}\n>" for note in comparison.notes)]
         lines[-1] = lines[-1].removesuffix("\n>")
@@ -218,9 +203,20 @@ def _score(comparison: Comparison, place: int, task: str) -> str:
     return f"{100 * score.interval.mean:.1f} ({100 * score.interval.low:.1f} to {100 * score.interval.high:.1f})"
 
 
-def _headings(comparison: Comparison) -> list[str]:
+def _both_tables(comparison: Comparison) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Title: headings and rows, of scores and of differences."""
+    shown, level = columns(comparison), percent(comparison.level)
+    scores = []
+    for place in order(comparison):
+        group = comparison.groups[place]
+        cells = [_score(comparison, place, task) for task in shown]
+        scores.append([group.student or "–", group.name, str(len(group.members)), *cells])
     several = ["Holm p"] if len(comparison.differences) > 1 else []
-    return ["difference", "task", "points", "interval", "p", *several, "verdict"]
+    heads = ["difference", "task", "points", "interval", "p", *several, "verdict"]
+    return {
+        f"{comparison.metric} in points, {level} intervals": (["student", "method", "seeds", *map(task_title, shown)], scores),
+        f"Differences in points, {level} intervals": (heads, [_cells(d, comparison) for d in comparison.differences]),
+    }
 
 
 def _cells(difference: Difference, comparison: Comparison) -> list[str]:
@@ -279,33 +275,24 @@ def _interval_json(interval: Interval) -> dict[str, float]:
 
 
 def _difference_json(difference: Difference, comparison: Comparison) -> dict[str, Any]:
+    d = difference
+    unit = "multiples, seeds in numbers" if d.task == AVERAGE else "numbers"
+    over_seeds = {**_interval_json(d.over_seeds), "p": d.p_seeds} if d.over_seeds else None
     return {
-        "group": difference.group,
-        "baseline": difference.baseline,
-        "student": difference.student,
-        "task": difference.task,
-        **_interval_json(difference.interval),
-        "p": difference.p_value,
-        "p_holm": difference.holm,
-        "verdict": verdict(difference, comparison),
-        "over_problems": {**_interval_json(difference.over_problems), "p": difference.p_problems},
-        "over_seeds_and_problems": {**_interval_json(difference.over_seeds), "p": difference.p_seeds}
-        if difference.over_seeds
-        else None,
-        "problems": difference.problems,
-        "differing_problems": difference.differing,
-        "samples": difference.samples,
-        "seeds": difference.seeds,
-        "noise_cancelled": difference.cancelled,
+        **{name: getattr(d, name) for name in ("group", "baseline", "student", "task")},
+        **_interval_json(d.interval),
+        "p": d.p_value,
+        "p_holm": d.holm,
+        "verdict": verdict(d, comparison),
+        "over_problems": {**_interval_json(d.over_problems), "p": d.p_problems},
+        "over_seeds_and_problems": over_seeds,
+        "problems": d.problems,
+        "differing_problems": d.differing,
+        "samples": d.samples,
+        "seeds": d.seeds,
+        "noise_cancelled": d.cancelled,
         "needed_for_80_percent_power": [
-            {
-                "difference": 100 * need.difference,
-                "samples": need.samples,
-                "problems": need.problems,
-                "seeds": need.seeds,
-                "unit": "multiples, seeds in numbers" if difference.task == AVERAGE else "numbers",
-            }
-            for need in difference.needed
+            {**asdict(need), "difference": 100 * need.difference, "unit": unit} for need in d.needed
         ],
-        "sentence": sentence(difference, comparison),
+        "sentence": sentence(d, comparison),
     }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from iwopd.commands.options import words
 
 if TYPE_CHECKING:
-    from iwopd.eval.results import ModelResults
+    from iwopd.runs.results import ModelResults
 
 EPILOG = """\
 results are directories: a run of `iwopd train`, or the output of `iwopd eval`
@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
     from iwopd.analysis.compare import compare
     from iwopd.analysis.tables import print_comparison, render
-    from iwopd.eval.results import ResultsError
+    from iwopd.runs.evaluations import ResultsError
 
     tasks = words(options.tasks) if options.tasks is not None else None
     if tasks == []:
@@ -92,7 +92,8 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def named_results(word: str, step: int | None = None) -> tuple[str | None, ModelResults]:
     """`[NAME=]PATH[@STEP]`; a path that exists as written is taken as it is."""
-    from iwopd.eval.results import ResultsError, load
+    from iwopd.runs.evaluations import ResultsError
+    from iwopd.runs.results import load
 
     name, path = None, word
     if "=" in word and not Path(word).exists():

@@ -60,8 +60,9 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    from iwopd.eval.present import ConsoleProgress, print_results
+    from iwopd.eval.present import print_results
     from iwopd.eval.session import Request, run_evaluation
+    from iwopd.stages import ConsoleStages
 
     model, label, name = _model(options.model, options.step)
     request = Request(
@@ -83,7 +84,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         **model_options(options),
     )
     out: Path = options.out or Path("evals") / name
-    with ConsoleProgress() as progress:
+    with ConsoleStages() as progress:
         results = run_evaluation(request, out, progress)
     print_results(results, out, as_json=options.json)
     return 0
@@ -103,10 +104,11 @@ def _data(given: Sequence[str]) -> dict[str, Path]:
 
 def _model(text: str, step: int | None) -> tuple[str, dict[str, Any], str]:
     """Path or id of the model, its labels, and a name for the folder; a run directory stands for one of its checkpoints."""
-    from iwopd.eval.results import method_title
     from iwopd.eval.session import RequestError
+    from iwopd.methods import method_title
+    from iwopd.runs.directory import RunDirectory
+    from iwopd.runs.identity import student_name
     from iwopd.train.checkpoint import CheckpointStore
-    from iwopd.train.rundir import RunDirectory
 
     path = Path(text)
     if not (path / "run.json").exists():
@@ -118,6 +120,6 @@ def _model(text: str, step: int | None) -> tuple[str, dict[str, Any], str]:
     checkpoint = store.latest() if step is None else store.open(step)
     if checkpoint is None:
         raise RequestError(f"{text} has no valid checkpoint yet")
-    student = config.models.student or f"{config.models.world}-{config.models.student_size or 'medium'}"
+    student = student_name(config.models.model_dump())
     label = {"method": method_title(config.method.model_dump()), "student": student, "train_seed": config.seed}
     return str(checkpoint.model_path), label, f"{path.name}-step{checkpoint.step}"

@@ -82,15 +82,17 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     from rich.console import Console
 
-    from iwopd.analysis.probe import run_probe, write_probe
-    from iwopd.analysis.probe.present import ConsoleProgress, print_probe
+    from iwopd.analysis.probe.present import print_probe
+    from iwopd.analysis.probe.result import write_probe
+    from iwopd.analysis.probe.run import run_probe
+    from iwopd.stages import ConsoleStages
 
     _check(options)
     _settings(options, 1)  # wrong options are found before a model is loaded
     pair, material, name = _world(options) if options.world is not None else _models(options)
     settings = _settings(options, _max_tokens(options, material))
     out: Path = options.output or Path("probes") / name / "probe.json"
-    with ConsoleProgress() as progress:
+    with ConsoleStages() as progress:
         probe = run_probe(pair, material, settings, progress)
     write_probe(probe, out)
     console = Console(stderr=options.json)
@@ -102,7 +104,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from iwopd.analysis.probe import ProbeError
+    from iwopd.analysis.probe.result import ProbeError
 
     if options.limit < 1:
         raise ProbeError(f"--limit must be at least 1, got {options.limit}")
@@ -120,7 +122,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _settings(options: argparse.Namespace, max_tokens: int) -> Any:
-    from iwopd.analysis.probe import ProbeError, ProbeSettings
+    from iwopd.analysis.probe.result import ProbeError
+    from iwopd.analysis.probe.settings import ProbeSettings
 
     try:
         fractions = tuple(float(word) for word in words(options.fractions))
@@ -147,7 +150,7 @@ def _settings(options: argparse.Namespace, max_tokens: int) -> Any:
 
 
 def _max_tokens(options: argparse.Namespace, material: Material) -> int:
-    from iwopd.analysis.probe import ProbeError
+    from iwopd.analysis.probe.result import ProbeError
 
     found = options.max_tokens if options.max_tokens is not None else material.max_tokens
     if found is None:
@@ -157,8 +160,8 @@ def _max_tokens(options: argparse.Namespace, material: Material) -> int:
 
 def _world(options: argparse.Namespace) -> tuple[Pair, Material, str]:
     from iwopd import tiny
-    from iwopd.analysis.probe import ProbeError
     from iwopd.analysis.probe.inputs import open_pair, world_material
+    from iwopd.analysis.probe.result import ProbeError
     from iwopd.train.progress import pretraining_progress
 
     try:

@@ -43,6 +43,22 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    from iwopd.analysis.reproduce.command import reproduce
+    import json
+    from importlib.util import find_spec
 
-    return reproduce(options)
+    from rich.console import Console
+
+    from iwopd.analysis.reproduce.command import ReproduceError, as_record, reproduce
+
+    if options.figures is not None and find_spec("matplotlib") is None:  # said now, not after an hour
+        raise ReproduceError("--figures needs matplotlib: pip install 'iwopd[figures]'")
+    console = Console(stderr=options.json)
+    sections = reproduce(options, console)
+    if options.figures is not None:
+        from iwopd.report.reproduction import write_figures
+
+        for path in write_figures(sections, options.figures):
+            console.print(f"figure: {path}", highlight=False)
+    if options.json:
+        print(json.dumps(as_record(sections)))
+    return 0

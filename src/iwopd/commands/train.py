@@ -86,7 +86,7 @@ def _engine(options: argparse.Namespace, folder: Path | None) -> str:
 
     engine: str | None = options.engine
     if engine is None and options.resume and folder is not None and (folder / "run.json").exists():
-        from iwopd.train.rundir import RunDirectory
+        from iwopd.runs.directory import RunDirectory
 
         engine = RunDirectory(folder).engine
     given = {"--nodes": options.nodes, "--gpus-per-node": options.gpus_per_node, "--ray-address": options.ray_address}

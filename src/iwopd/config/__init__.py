@@ -5,18 +5,10 @@ Unknown keys are refused with the nearest right one. The resolved tree is saved 
 
 from iwopd.config.cluster import Cluster
 from iwopd.config.engines import TeacherSource
+from iwopd.config.marks import defaults, differences, marked, without
 from iwopd.config.method import Method
 from iwopd.config.models import Lora
-from iwopd.config.reading import (
-    config_toml,
-    differences,
-    flatten,
-    load_config,
-    make_config,
-    make_engine_choice,
-    parse_value,
-    settings,
-)
+from iwopd.config.reading import config_toml, flatten, load_config, make_config, make_engine_choice, parse_value, settings
 from iwopd.config.section import ConfigError, Section
 from iwopd.config.training import Optim
 from iwopd.config.tree import Config
@@ -31,11 +23,14 @@ __all__ = [
     "Section",
     "TeacherSource",
     "config_toml",
+    "defaults",
     "differences",
     "flatten",
     "load_config",
     "make_config",
     "make_engine_choice",
+    "marked",
     "parse_value",
     "settings",
+    "without",
 ]

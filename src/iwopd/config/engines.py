@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
@@ -161,6 +162,18 @@ class Engines(Section):
         for name, given in further.items():
             further[name] = validate_part(engine_type(name).settings_type, given, name)
         return self
+
+    @classmethod
+    def plugged_in(cls) -> dict[str, type[Section]]:
+        """Of the engines of other packages."""
+        from iwopd.rollout.engine import ENGINES
+
+        found = {}
+        for name in ENGINES:
+            if name not in cls.model_fields:
+                with suppress(ConfigError):  # a plug-in that does not load has no settings either
+                    found[name] = engine_type(name).settings_type
+        return found
 
     def of(self, name: str) -> Section:
         """Settings of the engine called `name`; its defaults if nothing was set."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,17 +81,6 @@ def config_toml(config: Config) -> str:
             del tree["engine"][name]
     tree["method"]["params"] = {name: value for name, value in config.method.params.items() if value is not None}
     return tomli_w.dumps(tree)
-
-
-def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
-    """Lines `name: old -> new` for every setting in which two trees differ."""
-    before, after = dict(flatten(old.model_dump(mode="json"))), dict(flatten(new.model_dump(mode="json")))
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return [
-        f"{name}: {before.get(name)!r} -> {after.get(name)!r}"
-        for name in names
-        if not name.startswith(tuple(ignore) or ("\0",))
-    ]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

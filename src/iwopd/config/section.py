@@ -27,6 +27,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
+    @classmethod
+    def plugged_in(cls) -> dict[str, type[Section]]:
+        """Sections that other packages add to this one, by name."""
+        return {}
+
 
 def validate_part(section: type[Section], values: Any, name: str) -> Section:
     """A section that another section holds under `name` without a field for it; errors name it as if there were one."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from iwopd.config.section import Beta, Section
+from iwopd.config.section import Beta, Place, Repeat, Section
 from iwopd.registry import suggestion
 from iwopd.trackers import TRACKERS
 
@@ -19,7 +19,7 @@ class Optim(Section):
     grad_clip: float = Field(1.0, gt=0, description="largest gradient norm")
     ppo_epochs: int = Field(1, ge=1, description="passes over the rollouts of a step")
     mini_batches: int = Field(1, ge=1, description="optimizer updates per pass")
-    token_budget: int = Field(8192, ge=1, description="padded tokens of one micro-batch")
+    token_budget: Repeat[int] = Field(8192, ge=1, description="padded tokens of one micro-batch")
     gradient_checkpointing: bool = Field(False, description="trade time for memory in the update")
 
 
@@ -31,7 +31,7 @@ class Eval(Section):
     samples: int = Field(1, ge=1, description="samples per evaluation prompt")
     temperature: float = Field(1.0, ge=0, description="0: greedy")
     max_tokens: int | None = Field(None, ge=1, description="longest answer; empty: as in training")
-    kept_rollouts: int = Field(8, ge=0, description="rollouts kept in full per evaluation, for the report")
+    kept_rollouts: Place[int] = Field(8, ge=0, description="rollouts kept in full per evaluation, for the report")
 
 
 class CheckpointSettings(Section):

@@ -10,16 +10,16 @@ from iwopd.config.cluster import Cluster
 from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
 from iwopd.config.method import Method
 from iwopd.config.models import Data, Lora, Models
-from iwopd.config.section import Section
+from iwopd.config.section import Place, Repeat, Section
 from iwopd.config.training import CheckpointSettings, Eval, Optim, Tracking
 
 
 class Config(Section):
     """All settings of a training run."""
 
-    seed: int = Field(0, ge=0, description="of prompt order and sampling noise; equal across methods for paired runs")
-    steps: int = Field(40, ge=1, description="optimizer steps (rollout batches)")
-    threads: int | None = Field(None, ge=1, description="CPU threads; results are bitwise equal only for equal numbers")
+    seed: Repeat[int] = Field(0, ge=0, description="of prompt order and sampling noise; equal across methods for paired runs")
+    steps: Repeat[int] = Field(40, ge=1, description="optimizer steps (rollout batches)")
+    threads: Repeat[int | None] = Field(None, ge=1, description="CPU threads; results are bitwise equal only for equal numbers")
     precision: Literal["no", "bf16"] = Field("no", description="mixed precision of the student's forward pass (autocast)")
     models: Models = Field(default_factory=Models.model_construct)
     lora: Lora = Lora()
@@ -28,11 +28,11 @@ class Config(Section):
     rollout: RolloutSettings = RolloutSettings()
     engine: Engines = Engines()
     optim: Optim = Optim()
-    eval: Eval = Eval()
-    checkpoint: CheckpointSettings = CheckpointSettings()
+    eval: Repeat[Eval] = Eval()
+    checkpoint: Place[CheckpointSettings] = CheckpointSettings()
     teacher: Teacher = Teacher()
-    tracking: Tracking = Tracking()
-    cluster: Cluster = Cluster()
+    tracking: Place[Tracking] = Tracking()
+    cluster: Place[Cluster] = Cluster()  # the launcher refuses what its checkpoints cannot follow
 
     @model_validator(mode="after")
     def _prompts_exist(self) -> Self:

@@ -18,9 +18,9 @@ from iwopd.errors import UserError
 from iwopd.eval.runner import Evaluation
 from iwopd.eval.task import Task
 from iwopd.filesystem import write_atomic
+from iwopd.runs.evaluations import EVAL_FORMAT, read_eval
+from iwopd.runs.logs import json_lines
 from iwopd.types import Prompt
-
-FORMAT = 1
 
 
 class EvaluationError(UserError, RuntimeError):
@@ -32,7 +32,7 @@ class EvaluationFolder:
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
-        self.record: dict[str, Any] = {"format": FORMAT, "iwopd": iwopd.__version__, **about, "tasks": {}}
+        self.record: dict[str, Any] = {"format": EVAL_FORMAT, "iwopd": iwopd.__version__, **about, "tasks": {}}
         if (path / "eval.json").exists():
             self._continue(about)
         else:
@@ -43,7 +43,7 @@ class EvaluationFolder:
             self._write()
 
     def _continue(self, about: Mapping[str, Any]) -> None:
-        old = read_record(self.path)
+        old = read_eval(self.path)
         settings, before = about["settings"], old.get("settings", {})
         changed = [f"{k}: {before.get(k)!r} -> {v!r}" for k, v in settings.items() if before.get(k) != v]
         changed += [f"{k}: {old.get(k)!r} -> {about[k]!r}" for k in ("model", "weights") if old.get(k) != about[k]]
@@ -62,16 +62,14 @@ class EvaluationFolder:
         whole = text[: text.rfind(b"\n") + 1]
         if len(whole) < len(text):
             path.write_bytes(whole)
-        found = {}
+        found: dict[tuple[str, int], dict[str, Any]] = {}
         hashes = {prompt.id: prompt_hash(prompt) for prompt in task.prompts}
-        for number, line in enumerate(whole.decode("utf-8").split("\n")[:-1], start=1):
-            try:
-                record = json.loads(line)
-                key, seen = (record["id"], record["sample"]), record["prompt"]
-            except (json.JSONDecodeError, KeyError, TypeError):
+        for number, record, _ in json_lines(path):
+            if record is None or not {"id", "sample", "prompt"} <= record.keys():
                 raise EvaluationError(
                     f"{path}, line {number} is damaged: remove that line (it is sampled again), or choose another --out"
-                ) from None
+                )
+            key, seen = (record["id"], record["sample"]), record["prompt"]
             if hashes.get(key[0], seen) != seen:
                 raise EvaluationError(
                     f"{path}: the problem {key[0]!r} was another one when it was sampled (its text, rendering or answer "
@@ -133,19 +131,6 @@ class EvaluationFolder:
 
     def _write(self) -> None:
         write_atomic(self.path / "eval.json", json.dumps(self.record, indent=1) + "\n")
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """`eval.json` of a folder."""
-    try:
-        record: dict[str, Any] = json.loads((path / "eval.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EvaluationError(f"{path} is no evaluation (it has no eval.json)") from None
-    except (OSError, ValueError) as error:
-        raise EvaluationError(f"{path / 'eval.json'} cannot be read: {error}") from None
-    if record.get("format") != FORMAT:
-        raise EvaluationError(f"{path} has format {record.get('format')}, this version of iwopd reads format {FORMAT}")
-    return record
 
 
 def prompt_hash(prompt: Prompt) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from iwopd.config.section import outcome_settings
 from iwopd.errors import UserError
@@ -20,6 +20,7 @@ from iwopd.models import end_ids, load_configs, load_model, load_tokenizer, weig
 from iwopd.rollout.engine import ENGINES, LOCAL, EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
+from iwopd.stages import StageListener
 
 CHUNK_ROLLOUTS = 256
 """Rollouts that are sampled and checked before they are written; a crash can lose this many."""
@@ -72,12 +73,7 @@ class Request:
             raise RequestError(f"--data names {unused[0]!r}, which is not among the tasks {', '.join(self.tasks)}")
 
 
-class Progress(Protocol):
-    def start(self, task: str, total: int, done: int) -> None: ...
-    def advance(self, task: str, samples: int, tokens: int) -> None: ...
-
-
-def run_evaluation(request: Request, out: Path, progress: Progress) -> dict[str, dict[str, Any]]:
+def run_evaluation(request: Request, out: Path, progress: StageListener) -> dict[str, dict[str, Any]]:
     """Evaluate and return the results of every task, as in `eval.json`."""
     specs = [find_task(name) for name in request.tasks]  # wrong names are found before a model is loaded
     tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
@@ -107,13 +103,13 @@ def run_evaluation(request: Request, out: Path, progress: Progress) -> dict[str,
 
 
 def run_task(
-    task: Task, sampler: Sampler, tokenizer: Any, folder: EvaluationFolder, seed: int, progress: Progress
+    task: Task, sampler: Sampler, tokenizer: Any, folder: EvaluationFolder, seed: int, progress: StageListener
 ) -> dict[str, Any]:
     """Sample and check the missing samples of a task, chunk by chunk."""
     began = time.perf_counter()
     done = folder.samples(task)
     waiting = [p for p in task.prompts if any((p.id, sample) not in done for sample in range(task.samples))]
-    progress.start(task.name, len(task.prompts) * task.samples, (len(task.prompts) - len(waiting)) * task.samples)
+    progress.stage(task.name, len(task.prompts) * task.samples, (len(task.prompts) - len(waiting)) * task.samples)
     size = max(1, CHUNK_ROLLOUTS // task.samples)
     for start in range(0, len(waiting), size):
         chunk = replace(task, prompts=waiting[start : start + size])
@@ -125,7 +121,7 @@ def run_task(
             samples=task.samples,
         )
         folder.add(task, evaluation, done)
-        progress.advance(task.name, len(evaluation.rollouts), sum(len(rollout) for rollout in evaluation.rollouts))
+        progress.advance(len(evaluation.rollouts), sum(len(rollout) for rollout in evaluation.rollouts))
     return folder.finish(task, task.samples, time.perf_counter() - began)
 
 

@@ -1,12 +1,12 @@
 """The report: run directories and probes in, one self-contained HTML page (or figures for print) out.
 
-reading      run directories, whatever state they are in, with notes on what is missing; `probe_files` does it for probes
-gathering    runs that differ in nothing but the seed become one group: one label and one style everywhere
+reading      runs (`iwopd.runs`), probes (`probe_files`) and the hand-off curve, with notes on what is missing
+gathering    repeats of one method become one group: one label and one style everywhere
 charts       a chart as data; drawn by `assets/charts.js` on the page and by `paper` with matplotlib
 series       from runs to series; `probes` does it for probes
-panels/      one module a section of the page: its charts, its words
+panels/      one module per section of the page: its charts, its words
 packing      rollouts, token by token, in few bytes
-paper        the charts with matplotlib; `sheets` arranges them as the paper does
+paper        the charts with matplotlib; `sheets` arranges them as the paper does, `reproduction` draws `iwopd reproduce`
 page         templates, content-security policy, the file
 watch        the same again while a run goes on
 """

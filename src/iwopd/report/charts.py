@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Values = Sequence[float | None]
+By = Literal["method", "probe", "own"]
 
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#b5488a", "#8a6d00", "#3a3f47", "#3d9bd9", "#7b4fc9")
 """Colours of Okabe and Ito, darkened where they would be faint as lines on white. Style i has colour i modulo 8."""
@@ -65,7 +66,7 @@ class Chart:
     bars: tuple[str, ...] = ()
     lines: tuple[tuple[str, float], ...] = ()
     """Reference lines: label and height (in a chart of dots: its place on the horizontal axis)."""
-    by: Literal["method", "probe", "own"] = "method"
+    by: By = "method"
     """What the styles stand for: the page's methods or its probes, which the reader can hide in all charts, or something of
     this chart's own, which then has a legend."""
 
@@ -78,26 +79,15 @@ class Chart:
     def as_json(self) -> dict[str, Any]:
         """For the page; numbers to five significant digits, which is more than a screen shows."""
         return {
-            "id": self.id,
-            "title": self.title,
-            "kind": self.kind,
-            "markers": self.markers,
-            "band": self.band,
+            **{name: getattr(self, name) for name in ("id", "title", "kind", "markers", "band", "by")},
             "bars": list(self.bars),
             "lines": [list(line) for line in self.lines],
-            "by": self.by,
             "x": asdict(self.x),
             "y": asdict(self.y),
             "series": [
                 {
-                    "label": one.label,
-                    "style": one.style,
-                    "x": _short(one.x),
-                    "y": _short(one.y),
-                    "low": None if one.low is None else _short(one.low),
-                    "high": None if one.high is None else _short(one.high),
-                    "dash": one.dash,
-                    "legend": one.legend,
+                    **{name: getattr(one, name) for name in ("label", "style", "dash", "legend")},
+                    **{name: _short(getattr(one, name)) for name in ("x", "y", "low", "high")},
                     **(self._dots(turn) if self.kind == "dots" else {}),
                 }
                 for turn, one in enumerate(self.series)
@@ -126,5 +116,7 @@ def row_offset(turn: int, count: int) -> float:
     return (turn - (count - 1) / 2) * min(0.24, 0.72 / count)
 
 
-def _short(values: Values) -> list[float | None]:
+def _short(values: Values | None) -> list[float | None] | None:
+    if values is None:
+        return None
     return [None if value is None or not math.isfinite(value) else float(f"{value:.5g}") for value in values]

@@ -8,22 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from iwopd.config import flatten
-from iwopd.eval.results import method_title
-from iwopd.methods import TITLES
-from iwopd.report.reading import Notes, Run
-
-if TYPE_CHECKING:
-    from iwopd.analysis.probe.result import Probe
-    from iwopd.report.probe_files import NamedProbe
-
-INCIDENTAL = ("seed", "steps", "threads", "tracking", "checkpoint", "eval", "method", "optim.token_budget")
-"""Settings that do not make a run another method's: they are told apart elsewhere, or change no result."""
+from iwopd.analysis.probe.result import Probe
+from iwopd.methods import TITLES, method_title
+from iwopd.report.probe_files import NamedProbe
+from iwopd.runs.identity import method_settings
+from iwopd.runs.logs import Notes
+from iwopd.runs.reading import Run
 
 COMPARED_PROBES = 4
 """So many pairs stay readable as colours in one chart; more of them get a section each."""
@@ -61,7 +56,7 @@ class TaskCurve:
         return torch.cat(list(self.by_seed[step].values()), 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProbeView:
     """A probe with what it is called and looks like on the page."""
 
@@ -176,7 +171,7 @@ def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
 
 def _identity(run: Run) -> tuple[Any, ...]:
     """The settings that make a run comparable, as something hashable."""
-    return tuple(sorted((name, str(value)) for name, value in flatten(run.config) if not name.startswith(INCIDENTAL)))
+    return tuple(sorted((name, str(value)) for name, value in method_settings(run.config).items()))
 
 
 def _distinct(split: Sequence[tuple[str, list[Run]]]) -> list[str]:

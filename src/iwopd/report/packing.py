@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from iwopd.report.reading import number
+from iwopd.runs.logs import number
 
 STEPS = 10_000
 ZERO = 2**23

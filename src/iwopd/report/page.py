@@ -27,8 +27,9 @@ from iwopd.report.gathering import ReportData, folder_handoff, gather
 from iwopd.report.panel import Panel
 from iwopd.report.panels import build_panels
 from iwopd.report.probes import estimate
-from iwopd.report.reading import Notes, ReportError, read_all, read_handoff, split_paths
+from iwopd.report.reading import ReportError, read_all, read_handoff, split_paths
 from iwopd.report.text import printable
+from iwopd.runs.logs import Notes
 
 MAX_TOKENS = 1_200_000
 """Response tokens in the token view: some 15 MB, so that a page stays below 20."""

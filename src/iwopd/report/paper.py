@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -19,20 +19,11 @@ from iwopd.report.charts import DASHES, LIGHT, MARKERS, Axis, Chart, Series, row
 from iwopd.report.gathering import ReportData
 from iwopd.report.page import read_data
 from iwopd.report.panel import Panel
-from iwopd.report.panels import (
-    alignment,
-    disagreement,
-    handoff,
-    health,
-    learning,
-    likelihood,
-    position,
-    probe_sections,
-    weights,
-)
-from iwopd.report.reading import Notes, ReportError
+from iwopd.report.panels import build_panels
+from iwopd.report.reading import ReportError
 from iwopd.report.sheets import Cell, Sheet, sheets
 from iwopd.report.text import printable
+from iwopd.runs.logs import Notes
 
 COLUMN, PAGE = 3.25, 6.75
 """Inches: one column and the full width of a two-column page."""
@@ -40,17 +31,6 @@ FORMATS = ("pdf", "svg", "png")
 Format = Literal["pdf", "svg", "png"]
 LAYOUTS = ("charts", "paper")
 Layout = Literal["charts", "paper"]
-
-PANELS: tuple[Callable[[ReportData], Panel | None], ...] = (
-    learning.build,
-    position.build,
-    handoff.build,
-    disagreement.build,
-    likelihood.build,
-    weights.build,
-    alignment.build,
-    health.build,
-)
 
 STYLE: Any = {
     "pdf.fonttype": 42,  # TrueType, as journals ask: text stays text
@@ -134,8 +114,7 @@ def write_chart(chart: Chart, path: Path) -> Path:
 
 
 def _chart_figures(data: ReportData) -> Iterator[tuple[str, Figure]]:
-    panels = [panel for build in PANELS if (panel := build(data)) is not None] + probe_sections(data)
-    for panel in panels:
+    for panel in build_panels(data, charts_only=True):
         yield from _figures(panel)
 
 

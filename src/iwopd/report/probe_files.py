@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from iwopd.analysis.probe.result import Curve, Part, Probe, ProbeError, read_probe
-from iwopd.report.reading import PROBE_FILE, Notes
+from iwopd.analysis.probe.result import MEASURED, PROBE_FILE, Curve, Part, Probe, ProbeError, read_probe
+from iwopd.runs.logs import Notes
 
 LARGEST = 1e12
 """No honest probe holds a larger number, and charts of larger ones break."""
@@ -40,7 +40,7 @@ def read_probes(paths: Sequence[Path], notes: Notes) -> list[NamedProbe]:
 def _whole_parts(probe: Probe, where: str, notes: Notes) -> Probe:
     """Without parts whose curves and edges differ in length, or whose numbers nobody could draw."""
     faults = {}
-    for name in ("handoff", "positions", "overlap", "likelihood", "rules", "alignment", "drift"):
+    for name in MEASURED:
         part = getattr(probe, name)
         if part is not None and (fault := _fault(part)) is not None:
             faults[name] = fault

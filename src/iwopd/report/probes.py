@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from iwopd.report.charts import NEUTRAL, Axis, Series
+from iwopd.analysis.probe.result import Curve, Estimate
+from iwopd.report.charts import NEUTRAL, Axis, Chart, Series
 from iwopd.report.gathering import ProbeView
-
-if TYPE_CHECKING:
-    from iwopd.analysis.probe.result import Curve, Estimate
 
 PROMPT_BAND = "95 % bootstrap intervals over prompts"
 FILLED = "A filled dot: the interval leaves zero out."
@@ -61,6 +59,40 @@ def dot_series(label: str, style: int, values: Sequence[Estimate | None], scale:
     ]
     mean, low, high = columns
     return Series(label, style, list(range(len(values))), mean, low, high)
+
+
+def having(views: Sequence[ProbeView], part: str) -> list[tuple[ProbeView, Any]]:
+    """The probes that have measured a part, each with it."""
+    return [(view, found) for view in views if (found := getattr(view.probe, part)) is not None]
+
+
+def along_chart(
+    views: Sequence[ProbeView], chart_id: str, title: str, y: Axis, series: Sequence[Series], caption: str, **more: Any
+) -> Chart:
+    """Curves along the answer, with intervals over prompts."""
+    return Chart(chart_id, title, ALONG, y, tuple(series), caption, band=PROMPT_BAND, by=shown_by(views), **more)
+
+
+def dots_chart(
+    views: Sequence[ProbeView],
+    chart_id: str,
+    title: str,
+    axis: Axis,
+    rows: Sequence[str],
+    label: str,
+    values: Callable[[ProbeView], Mapping[str, Estimate | None]],
+    caption: str,
+    band: str = PROMPT_BAND,
+    lines: tuple[tuple[str, float], ...] = (),
+) -> Chart:
+    """A row for every name in `rows`, with a dot and an interval for every probe; `values` gives a probe's estimates by row."""
+
+    def series(label: str, style: int, view: ProbeView) -> Series:
+        found = values(view)
+        return dot_series(label, style, [found.get(row) for row in rows], 100.0 if axis.percent else 1.0)
+
+    every, by = one_each(views, label, series), shown_by(views)
+    return Chart(chart_id, title, axis, Axis(""), every, caption, band=band, kind="dots", bars=tuple(rows), lines=lines, by=by)
 
 
 def one_each(views: Sequence[ProbeView], label: str, series: Callable[[str, int, ProbeView], Series]) -> tuple[Series, ...]:

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from iwopd.eval.statistics import Interval, interval_over_problems
-from iwopd.report.charts import Series
+from iwopd.report.charts import Axis, By, Chart, Series
 from iwopd.report.gathering import Group, TaskCurve
-from iwopd.report.reading import Run, number
+from iwopd.runs.logs import number
+from iwopd.runs.reading import Run
 
 SEED_BAND = "from the lowest to the highest seed"
 PROBLEM_BAND = "95 % bootstrap intervals over problems"
@@ -62,6 +63,16 @@ def metric_series(group: Group, name: str, scale: float = 1.0) -> Series | None:
     low = [min(by_step[step], default=None) for step in steps]
     high = [max(by_step[step], default=None) for step in steps]
     return Series(group.label, group.style, steps, mean, low, high)
+
+
+def metric_chart(
+    groups: Sequence[Group], metric: str, chart_id: str, title: str, axis: Axis, caption: str = "", *, by: By = "method"
+) -> Chart | None:
+    """A metric by step, one series per group; None if nobody recorded it."""
+    scale = 100.0 if axis.percent else 1.0
+    series = tuple(one for group in groups if (one := metric_series(group, metric, scale)) is not None)
+    band = SEED_BAND if any(one.low is not None for one in series) else ""
+    return Chart(chart_id, title, Axis("step"), axis, series, caption, band=band, by=by) if series else None
 
 
 def position_series(group: Group, name: str, part: str) -> tuple[Series, int] | None:

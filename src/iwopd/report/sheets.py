@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from iwopd.analysis.probe.result import Rules
 from iwopd.report.charts import Axis, Chart, Series
 from iwopd.report.gathering import Group, ProbeView, ReportData, TaskCurve
 from iwopd.report.panels import handoff, likelihood, weights
 from iwopd.report.panels.summary import against
-from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, middles
-from iwopd.report.reading import Run
-from iwopd.report.series import PROBLEM_BAND, SEED_BAND, accuracy_series, metric_series, position_series
+from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, having, middles
+from iwopd.report.series import PROBLEM_BAND, accuracy_series, metric_chart, position_series
+from iwopd.runs.reading import Run
 from iwopd.tiny import STUDENT_SIZES
 
 BEFORE_DASH = 2
@@ -42,42 +43,6 @@ class Sheet:
         return all(cell.chart is None for cell in self.cells)
 
 
-def sheets(data: ReportData) -> tuple[Sheet, ...]:
-    """Figures 1 to 4, from whatever runs and probes there are."""
-    return (
-        Sheet(
-            "fig1",
-            (
-                Cell("Prefix or suffix alone", _prefix_suffix(data), "runs of Prefix-30 or Suffix-30"),
-                Cell("Hand-off", _handoff(data), "a probe with answers, or a hand-off file"),
-            ),
-        ),
-        Sheet(
-            "fig2",
-            (
-                Cell("Learning curves", _learning(data), "evaluated runs of OPD or IW-OPD"),
-                Cell("IW-OPD minus OPD by student", _by_student(data), "runs of OPD and IW-OPD with several students"),
-            ),
-        ),
-        Sheet(
-            "fig3",
-            (
-                Cell("KL during training", _kl_training(data), "runs of OPD or IW-OPD with metrics"),
-                Cell("KL along the answer", _kl_position(data), "runs with metrics, or a probe"),
-                Cell("Prefix log-likelihood", _likelihood(data), "a probe"),
-            ),
-        ),
-        Sheet(
-            "fig4",
-            (
-                Cell("Ideal weights, learning", _ideal_learning(data), "evaluated runs of ideal weights"),
-                Cell("Weights along the answer", _weights(data), "a probe"),
-                Cell("Signed and unsigned sums", _sums(data), "a probe"),
-            ),
-        ),
-    )
-
-
 # --- figure 1 ---------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +52,7 @@ def _prefix_suffix(data: ReportData) -> Chart | None:
 
 
 def _handoff(data: ReportData) -> Chart | None:
-    measured = [view for view in _shown(data) if view.probe.handoff is not None]
+    measured = [view for view, _ in having(_shown(data), "handoff")]
     charts = handoff.charts(measured, None if measured else data.handoff)
     return charts[0] if charts else None
 
@@ -144,10 +109,8 @@ def _by_student(data: ReportData) -> Chart | None:
 
 
 def _kl_training(data: ReportData) -> Chart | None:
-    series = tuple(one for group in _two(data) if (one := metric_series(group, "kl/sampled")) is not None)
-    band = SEED_BAND if any(one.low is not None for one in series) else ""
     axis = Axis("lp\u2080 \u2212 lp_T, nats per token", zero=True)
-    return Chart("fig3a", "KL during training", Axis("step"), axis, series, "", band=band, by="own") if series else None
+    return metric_chart(_two(data), "kl/sampled", "fig3a", "KL during training", axis, by="own")
 
 
 def _kl_position(data: ReportData) -> Chart | None:
@@ -157,23 +120,17 @@ def _kl_position(data: ReportData) -> Chart | None:
         for part, words, dash in (("last", "last steps", None), ("first", "first steps", BEFORE_DASH)):
             if (found := position_series(group, "position/kl", part)) is not None:
                 series.append(replace(found[0], label=f"{group.label}, {words}", dash=dash))
-    band = ""
-    if not series:
-        band = PROMPT_BAND
-        for view in _shown(data):
-            if (part_of := view.probe.positions) is not None:
-                label = "before training" if view.alone else view.label
-                series.append(curve_series(label, view.style, middles(part_of.edges), part_of.kl))
-    if not series:
-        return None
+    band = "" if series else PROMPT_BAND
+    for view, part_of in having(_shown(data), "positions") if not series else ():
+        label = "before training" if view.alone else view.label
+        series.append(curve_series(label, view.style, middles(part_of.edges), part_of.kl))
     axis = Axis("KL, nats per token", zero=True)
-    return Chart("fig3b", "KL along the answer", ALONG, axis, tuple(series), "", band=band, markers=True, by="own")
+    chart = Chart("fig3b", "KL along the answer", ALONG, axis, tuple(series), "", band=band, markers=True, by="own")
+    return chart if series else None
 
 
 def _likelihood(data: ReportData) -> Chart | None:
-    view = next((view for view in _shown(data) if view.probe.likelihood is not None), None)
-    charts = [] if view is None else likelihood.charts([replace(view, alone=True)])
-    return charts[0] if charts else None
+    return next((likelihood.charts([replace(view, alone=True)])[0] for view, _ in having(_shown(data), "likelihood")), None)
 
 
 # --- figure 4 ---------------------------------------------------------------------------------------------------------
@@ -192,25 +149,21 @@ def _ideal_learning(data: ReportData) -> Chart | None:
 
 def _weights(data: ReportData) -> Chart | None:
     """The ideal weight at its alphas, with the surrogate that stands for it."""
-    view = next((view for view in _shown(data) if view.probe.rules is not None), None)
-    if view is None or view.probe.rules is None:
+    found = having(_shown(data), "rules")
+    rules: Rules | None = found[0][1] if found else None
+    if rules is None:
         return None
-    chosen = [rule for rule in view.probe.rules.rules if rule.key.startswith("ideal-") and rule.key != "ideal-blend"]
-    chosen += [rule for rule in view.probe.rules.rules if rule.key == "surrogate-only"]
-    x = middles(view.probe.rules.edges)
-    series = tuple(
-        curve_series(rule.title.removeprefix("Ideal weight, "), place, x, weights.typical(rule))
-        for place, rule in enumerate(chosen)
-    )
-    axis = weights.weight_axis(chosen)
-    return (
-        Chart("fig4b", "Weights", ALONG, axis, series, "", band=weights.SPREAD_BAND, markers=True, by="own") if series else None
-    )
+    chosen = [rule for rule in rules.rules if rule.key.startswith("ideal-") and rule.key != "ideal-blend"]
+    chosen += [rule for rule in rules.rules if rule.key == "surrogate-only"]
+    labels = [rule.title.removeprefix("Ideal weight, ") for rule in chosen]
+    curves = zip(labels, map(weights.typical, chosen), strict=True)
+    series = tuple(curve_series(label, style, middles(rules.edges), curve) for style, (label, curve) in enumerate(curves))
+    axis, band = weights.weight_axis(chosen), weights.SPREAD_BAND
+    return Chart("fig4b", "Weights", ALONG, axis, series, "", band=band, markers=True, by="own") if series else None
 
 
 def _sums(data: ReportData) -> Chart | None:
-    view = next((view for view in _shown(data) if view.probe.rules is not None), None)
-    return None if view is None else weights.sums(view)
+    return next((weights.sums(view) for view, _ in having(_shown(data), "rules")), None)
 
 
 # --- what to choose from ------------------------------------------------------------------------------------------------
@@ -276,3 +229,33 @@ def _size(student: str) -> tuple[float, str]:
         return list(STUDENT_SIZES).index(student), ""
     found = re.search(r"(\d+(?:\.\d+)?)\s*([mMbB])(?![a-zA-Z])", student)
     return (float(found[1]) * (1e9 if found[2] in "bB" else 1e6) if found else float("inf")), student
+
+
+FIGURES: dict[str, tuple[tuple[str, Callable[[ReportData], Chart | None], str], ...]] = {
+    "fig1": (
+        ("Prefix or suffix alone", _prefix_suffix, "runs of Prefix-30 or Suffix-30"),
+        ("Hand-off", _handoff, "a probe with answers, or a hand-off file"),
+    ),
+    "fig2": (
+        ("Learning curves", _learning, "evaluated runs of OPD or IW-OPD"),
+        ("IW-OPD minus OPD by student", _by_student, "runs of OPD and IW-OPD with several students"),
+    ),
+    "fig3": (
+        ("KL during training", _kl_training, "runs of OPD or IW-OPD with metrics"),
+        ("KL along the answer", _kl_position, "runs with metrics, or a probe"),
+        ("Prefix log-likelihood", _likelihood, "a probe"),
+    ),
+    "fig4": (
+        ("Ideal weights, learning", _ideal_learning, "evaluated runs of ideal weights"),
+        ("Weights along the answer", _weights, "a probe"),
+        ("Signed and unsigned sums", _sums, "a probe"),
+    ),
+}
+"""Title of each place, what fills it, and what that needs."""
+
+
+def sheets(data: ReportData) -> tuple[Sheet, ...]:
+    """Figures 1 to 4, from whatever runs and probes there are."""
+    return tuple(
+        Sheet(name, tuple(Cell(title, draw(data), needs) for title, draw, needs in places)) for name, places in FIGURES.items()
+    )

@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from iwopd.analysis.probe.result import PROBE_FILE
 from iwopd.report.page import MAX_TOKENS, check_out, write_report
-from iwopd.report.reading import PROBE_FILE, Notes, NothingToReportError, Run, read_all, split_paths
-from iwopd.train.rundir import LOGS
+from iwopd.report.reading import NothingToReportError, read_all, split_paths
+from iwopd.runs.directory import LOGS
+from iwopd.runs.logs import Notes
+from iwopd.runs.reading import Run
 
 FILES = ("run.json", "config.toml", *LOGS, PROBE_FILE)
 Stamps = dict[Path, tuple[int, int]]

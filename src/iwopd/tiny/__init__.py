@@ -7,7 +7,7 @@ world.prompts(64), world.eval_prompts(500)
 
 from iwopd.tiny.cache import cache_dir
 from iwopd.tiny.models import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, ModelSize, Stage, new_model
-from iwopd.tiny.pretrain import Progress, pretrain
+from iwopd.tiny.pretrain import PretrainingListener, pretrain
 from iwopd.tiny.task import check
 from iwopd.tiny.tokenizer import build_tokenizer
 from iwopd.tiny.world import (
@@ -29,7 +29,7 @@ __all__ = [
     "WORLDS",
     "ModelRecipe",
     "ModelSize",
-    "Progress",
+    "PretrainingListener",
     "Stage",
     "World",
     "WorldRecipe",

@@ -25,7 +25,7 @@ from typing import IO
 
 from iwopd.filesystem import sha256
 from iwopd.tiny.models import RECIPE_VERSION, ModelRecipe
-from iwopd.tiny.pretrain import Progress
+from iwopd.tiny.pretrain import PretrainingListener
 
 log = logging.getLogger(__name__)
 ENTRY = "entry.json"
@@ -47,7 +47,7 @@ def model_folder(recipe: ModelRecipe) -> Path:
 
 
 def cached_models(
-    recipes: Mapping[str, ModelRecipe], *, refresh: bool = False, progress: Progress | None = None
+    recipes: Mapping[str, ModelRecipe], *, refresh: bool = False, progress: PretrainingListener | None = None
 ) -> dict[str, Path]:
     """Folders of these models by label. Missing ones are trained in parallel, one process each.
 
@@ -106,7 +106,7 @@ def _locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _build(recipes: Mapping[str, ModelRecipe], root: Path, progress: Progress | None) -> None:
+def _build(recipes: Mapping[str, ModelRecipe], root: Path, progress: PretrainingListener | None) -> None:
     """Train, seal and move into place. The caller holds the locks, so leftovers of the same recipes are stale."""
     for recipe in recipes.values():
         for leftover in root.glob(f".{recipe.key}.*"):
@@ -122,7 +122,7 @@ def _build(recipes: Mapping[str, ModelRecipe], root: Path, progress: Progress | 
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _train(recipes: Mapping[str, ModelRecipe], drafts: Mapping[str, Path], progress: Progress | None) -> None:
+def _train(recipes: Mapping[str, ModelRecipe], drafts: Mapping[str, Path], progress: PretrainingListener | None) -> None:
     """One process per model, all in parallel; their lines of progress reach the caller's thread through one queue."""
     lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
     with ExitStack() as stack:

@@ -22,12 +22,12 @@ from iwopd.tiny.tokenizer import EOS, build_tokenizer
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
-Progress = Callable[[str, int, int, float], None]
+PretrainingListener = Callable[[str, int, int, float], None]
 """Called with (which model, step, steps in all, mean loss since the last call)."""
 REPORT_EVERY = 10
 
 
-def pretrain(recipe: ModelRecipe, progress: Progress | None = None) -> Qwen3ForCausalLM:
+def pretrain(recipe: ModelRecipe, progress: PretrainingListener | None = None) -> Qwen3ForCausalLM:
     """Train the model of a recipe. Deterministic for a given torch version and thread count."""
     model = new_model(recipe.size, recipe.seed)
     rng = random.Random(recipe.seed)

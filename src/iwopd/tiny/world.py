@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from iwopd.tiny import task
 from iwopd.tiny.cache import cached_models, model_folder
 from iwopd.tiny.models import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, Stage
-from iwopd.tiny.pretrain import Progress
+from iwopd.tiny.pretrain import PretrainingListener
 from iwopd.tiny.tokenizer import build_tokenizer
 from iwopd.types import Prompt
 
@@ -87,7 +87,9 @@ def eval_prompts(operands: int, n: int, tokenizer: Any) -> list[Prompt]:
     return _prompts(operands, "eval", n, "iwopd/tiny/eval", tokenizer)
 
 
-def open_world(world: str | WorldRecipe = DEFAULT_WORLD, *, refresh: bool = False, progress: Progress | None = None) -> World:
+def open_world(
+    world: str | WorldRecipe = DEFAULT_WORLD, *, refresh: bool = False, progress: PretrainingListener | None = None
+) -> World:
     """A world by name or recipe, its models trained or loaded from the cache (`refresh` trains them again).
 
     `progress` is called with ("teacher" or "student", step, steps, loss) while they are trained.

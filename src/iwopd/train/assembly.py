@@ -71,7 +71,7 @@ class Parts:
         self.engine.close()
 
 
-def assemble(config: Config, notify: Notify, progress: tiny.Progress | None = None) -> Parts:
+def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener | None = None) -> Parts:
     """Load or train the models and build everything from them."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -10,11 +10,11 @@ from typing import Any
 import tomli_w
 
 import iwopd
-from iwopd.config import Config
+from iwopd.config import Config, without
 from iwopd.methods import method_title
 from iwopd.models import ModelSource
+from iwopd.runs.directory import RunDirectory
 from iwopd.train.loading import source_of
-from iwopd.train.rundir import RunDirectory
 
 SECTIONS = ("method", "rollout", "optim", "lora")
 """What decides the result, besides models and data."""
@@ -97,7 +97,7 @@ def _evaluations(run: RunDirectory, step: int) -> str:
 
 
 def _parameters(config: Config) -> str:
-    tree = config.model_dump(exclude_none=True)
+    tree = without(config.model_dump(exclude_none=True), "place")
     return tomli_w.dumps({"steps": config.steps, "seed": config.seed, **{name: tree[name] for name in SECTIONS}})
 
 

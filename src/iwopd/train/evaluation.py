@@ -8,11 +8,11 @@ from typing import Any
 from iwopd.config import Config
 from iwopd.eval.runner import evaluate
 from iwopd.eval.task import Task
+from iwopd.runs.directory import RunDirectory
 from iwopd.teacher.errors import TeacherGoneError
 from iwopd.train.assembly import Parts
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.kept import kept_rollouts
-from iwopd.train.rundir import RunDirectory
 from iwopd.train.tracking import Tracker
 from iwopd.types import Rollout
 

@@ -12,10 +12,10 @@ import torch
 from iwopd.adapters import merge
 from iwopd.errors import UserError
 from iwopd.models import load_tokenizer
+from iwopd.runs.directory import RunDirectory
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
 from iwopd.train.checkpoint_state import BASE
 from iwopd.train.loading import load_reference, open_world, source_of
-from iwopd.train.rundir import RunDirectory
 
 
 class ExportError(UserError, RuntimeError):

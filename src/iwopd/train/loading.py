@@ -12,7 +12,7 @@ from iwopd.config import Config, ConfigError
 from iwopd.models import ModelSource, load_model
 
 
-def open_world(config: Config, progress: tiny.Progress | None) -> tiny.World | None:
+def open_world(config: Config, progress: tiny.PretrainingListener | None) -> tiny.World | None:
     """The embedded world that the settings name, its models trained if they are not there yet."""
     recipe = world_recipe(config)
     return None if recipe is None else tiny.open_world(recipe, progress=progress)

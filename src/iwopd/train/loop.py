@@ -6,6 +6,7 @@ from dataclasses import asdict
 from signal import Signals
 
 from iwopd.config import Config
+from iwopd.runs.directory import RunDirectory
 from iwopd.train.assembly import Parts
 from iwopd.train.card import model_card
 from iwopd.train.checkpoint import CheckpointStore
@@ -16,7 +17,6 @@ from iwopd.train.interrupts import interrupts
 from iwopd.train.metrics import step_metrics
 from iwopd.train.mismatch import check_engine, mismatch_metrics
 from iwopd.train.pipeline import write_step
-from iwopd.train.rundir import RunDirectory
 from iwopd.train.scoring import loss_columns, score_step
 from iwopd.train.state import TrainingState, TrainingStoppedError
 from iwopd.train.teachers import scores_early

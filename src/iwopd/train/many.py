@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from iwopd.config import Config, config_toml
 from iwopd.errors import UserError
-from iwopd.train.rundir import RunDirectory, RunError
+from iwopd.runs.logs import Notes, RunError
+from iwopd.runs.reading import Run
 
 QUIET_SECONDS = 20
 """Without a terminal: a line at least this often."""
@@ -27,7 +27,7 @@ class ManyRunsError(UserError, RuntimeError):
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class PlannedRun:
     """A run to be made."""
 
     title: str
@@ -37,58 +37,51 @@ class Job:
     @property
     def finished(self) -> bool:
         """Whether the last step is done and evaluated."""
-        run = RunDirectory(self.folder)
+        run = Run(self.folder)
         try:
-            run.about()
+            evaluated = max((record["step"] for record in run.log("evals.jsonl")), default=-1)
+            done = min(run.step, evaluated) if self.config.eval.prompts else run.step
+            return bool(run.about) and done >= self.config.steps
         except RunError:
             return False
-        done = max((record["step"] for record in run.read("metrics.jsonl")), default=0)
-        evaluated = max((record["step"] for record in run.read("evals.jsonl")), default=-1)
-        return done >= self.config.steps and (not self.config.eval.prompts or evaluated >= self.config.steps)
 
     @property
     def steps_done(self) -> int:
-        return sum(1 for _ in RunDirectory(self.folder).read("metrics.jsonl"))
+        return len(Run(self.folder, notes=Notes()).metrics)
 
 
-def config_key(config: Config) -> str:
-    """Names a run by everything that decides its outcome: what is shown and tracked does not."""
-    plain = config.model_copy(update={"tracking": type(config.tracking)()})
-    return hashlib.sha256(config_toml(plain).encode()).hexdigest()[:12]
-
-
-def run_all(jobs: Sequence[Job], *, at_a_time: int, console: Console) -> None:
+def run_all(planned: Sequence[PlannedRun], *, at_a_time: int, console: Console) -> None:
     """Make every run that is not finished yet. A failure ends all with the failed run's last words; nothing done is lost."""
-    waiting = [job for job in jobs if not job.finished]
-    if len(waiting) < len(jobs):
-        console.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are there already", highlight=False)
-    running: dict[Job, subprocess.Popen[bytes]] = {}
+    waiting = [run for run in planned if not run.finished]
+    if len(waiting) < len(planned):
+        console.print(f"{len(planned) - len(waiting)} of {len(planned)} runs are there already", highlight=False)
+    running: dict[PlannedRun, subprocess.Popen[bytes]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    clock = _Clock(sum(job.config.steps - job.steps_done for job in waiting))
+    clock = _Clock(sum(run.config.steps - run.steps_done for run in waiting))
     total = len(waiting)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         overall = progress.add_task("all", total=total)
-        bars: dict[Job, TaskID] = {}
+        bars: dict[PlannedRun, TaskID] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < at_a_time:
-                    job = waiting.pop(0)
-                    running[job] = _start(job)
-                    bars[job] = progress.add_task(job.title, total=job.config.steps)
+                    run = waiting.pop(0)
+                    running[run] = _start(run)
+                    bars[run] = progress.add_task(run.title, total=run.config.steps)
                 time.sleep(0.25)
-                for job, process in list(running.items()):
-                    progress.update(bars[job], completed=job.steps_done)
+                for run, process in list(running.items()):
+                    progress.update(bars[run], completed=run.steps_done)
                     if process.poll() is None:
                         continue
-                    del running[job]
+                    del running[run]
                     if process.returncode:
-                        words = _log(job.folder).read_text(errors="replace")[-2000:]
-                        raise ManyRunsError(f"the run {job.folder} failed with exit code {process.returncode}:\n{words}")
-                    progress.remove_task(bars.pop(job))
+                        words = _log(run.folder).read_text(errors="replace")[-2000:]
+                        raise ManyRunsError(f"the run {run.folder} failed with exit code {process.returncode}:\n{words}")
+                    progress.remove_task(bars.pop(run))
                     progress.advance(overall)
                     if not console.is_terminal:
-                        console.print(f"distilled: {job.title}", highlight=False)
-                left = clock.left(sum(job.config.steps - job.steps_done for job in (*waiting, *running)))
+                        console.print(f"distilled: {run.title}", highlight=False)
+                left = clock.left(sum(run.config.steps - run.steps_done for run in (*waiting, *running)))
                 progress.update(overall, description=f"all{left}")
                 if not console.is_terminal and clock.due():
                     console.print(f"{len(running)} runs under way, {len(waiting)} waiting{left}", highlight=False)
@@ -118,15 +111,15 @@ class _Clock:
         return True
 
 
-def _start(job: Job) -> subprocess.Popen[bytes]:
-    job.folder.parent.mkdir(parents=True, exist_ok=True)
-    recipe = job.folder.with_name(f"{job.folder.name}.toml")
-    recipe.write_text(config_toml(job.config))
-    command = [sys.executable, "-m", "iwopd", "train", str(recipe), "--out", str(job.folder)]
-    if (job.folder / "run.json").exists():
+def _start(run: PlannedRun) -> subprocess.Popen[bytes]:
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    recipe = run.folder.with_name(f"{run.folder.name}.toml")
+    recipe.write_text(config_toml(run.config))
+    command = [sys.executable, "-m", "iwopd", "train", str(recipe), "--out", str(run.folder)]
+    if (run.folder / "run.json").exists():
         command.append("--resume")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with _log(job.folder).open("wb") as log:
+    with _log(run.folder).open("wb") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
 
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 from iwopd import tiny
 
-PretrainingProgress = tiny.Progress
+PretrainingListener = tiny.PretrainingListener
 
 
 @contextmanager
-def pretraining_progress() -> Iterator[PretrainingProgress]:
+def pretraining_progress() -> Iterator[PretrainingListener]:
     """A callback that shows how far the models of a world are: in place on a terminal, a line every ten seconds elsewhere."""
     state: dict[str, tuple[int, int, float]] = {}
     last = [0.0]

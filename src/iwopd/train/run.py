@@ -9,6 +9,8 @@ from pathlib import Path
 from iwopd import algo, tiny
 from iwopd.config import Config
 from iwopd.rollout.engine import EngineError
+from iwopd.runs.directory import RunDirectory
+from iwopd.runs.logs import RunError
 from iwopd.teacher.errors import TeacherError
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
@@ -16,7 +18,6 @@ from iwopd.train.doctor import Finding, examine_models, examine_recipe, head_fin
 from iwopd.train.evaluation import keep_best
 from iwopd.train.loop import save, train
 from iwopd.train.ranks import Ranks
-from iwopd.train.rundir import RunDirectory, RunError
 from iwopd.train.state import TrainingState, TrainingStoppedError
 from iwopd.train.tracking import Tracker
 
@@ -28,7 +29,7 @@ def run_training(
     resume: bool = False,
     allow_changes: bool = False,
     doctor: bool = True,
-    progress: tiny.Progress | None = None,
+    progress: tiny.PretrainingListener | None = None,
 ) -> TrainingState:
     """Train in `folder`. With `resume`, go on from the newest valid checkpoint (or from the start if there is none).
 

@@ -13,8 +13,8 @@ from rich.text import Text
 from iwopd.config import Config, flatten
 from iwopd.eval.runner import Evaluation
 from iwopd.eval.task import outcomes
+from iwopd.runs.directory import RunDirectory
 from iwopd.trackers import open_tracker
-from iwopd.train.rundir import RunDirectory
 from iwopd.types import StepStats
 
 

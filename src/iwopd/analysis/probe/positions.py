@@ -13,7 +13,7 @@ from iwopd.algo.budget import region_share
 from iwopd.algo.drift import drift_regions, first_drift
 from iwopd.algo.position import Binned, PositionProfile, bin_values, fraction_bins, position_profile
 from iwopd.analysis.probe.intervals import Bootstrap
-from iwopd.analysis.probe.result import Drift, Estimate, Likelihood, Overlap, Positions, PrefixLikelihood
+from iwopd.analysis.probe.result import Drift, Estimate, Likelihood, Positions, PrefixLikelihood, TopKOverlap
 from iwopd.analysis.probe.scoring import Tokens
 
 FIRST = 0.3
@@ -48,7 +48,7 @@ def measure_positions(tokens: Tokens, bootstrap: Bootstrap, bins: int) -> Positi
 
 
 def measure_drift(tokens: Tokens, bootstrap: Bootstrap, threshold: float) -> Drift:
-    """How many rollouts drift, where, and which part of the discrepancy lies before, on and behind the first drift."""
+    """How many rollouts drift, where, and which part of the discrepancy lies before, on and after the first drift."""
     before, at, after = drift_regions(tokens.gap, tokens.mask, threshold)
     place, lengths = first_drift(tokens.gap, tokens.mask, threshold), tokens.mask.sum(-1)
     drifts = (place >= 0).double()
@@ -69,11 +69,11 @@ def measure_drift(tokens: Tokens, bootstrap: Bootstrap, threshold: float) -> Dri
     )
 
 
-def measure_overlap(tokens: Tokens, bootstrap: Bootstrap, bins: int, *, k: int, vocabulary: int) -> Overlap:
+def measure_top_k_overlap(tokens: Tokens, bootstrap: Bootstrap, bins: int, *, k: int, vocabulary: int) -> TopKOverlap:
     """Top-k overlap of the two models by relative position."""
     index = fraction_bins(tokens.mask, bins)
     lengths = tokens.mask.sum(-1)
-    return Overlap(
+    return TopKOverlap(
         k=k,
         chance=k / vocabulary,
         edges=[place / bins for place in range(bins + 1)],

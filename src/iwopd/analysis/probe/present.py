@@ -1,63 +1,18 @@
-"""What `iwopd probe` shows: progress on stderr, then tables with small bars."""
+"""The tables that `iwopd probe` prints, with small bars."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from iwopd.analysis.probe.result import Aligned, Alignment, Estimate, Handoff, Likelihood, Overlap, Positions, Probe, Rules
+from iwopd.analysis.probe.result import Aligned, Alignment, Estimate, Handoff, Likelihood, Positions, Probe, Rules, TopKOverlap
 
 BAR = 24
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-QUIET_SECONDS = 2.0
-LINE_SECONDS = 5.0
-
-
-class ConsoleProgress:
-    """A bar a stage on a terminal; elsewhere a line now and then, for stages that take more than two seconds."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self.live = console.is_terminal
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bars = Progress(*columns, console=console)
-        self.name, self.total, self.done = "", 0, 0
-        self.began = self.said = 0.0
-
-    def __enter__(self) -> Self:
-        if self.live:
-            self.bars.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.live:
-            self.bars.stop()
-
-    def stage(self, name: str, total: int) -> None:
-        self.name, self.total, self.done = name, total, 0
-        self.began = time.monotonic()
-        self.said = self.began + QUIET_SECONDS - LINE_SECONDS  # the first line after two seconds
-        if self.live:
-            self.bar = self.bars.add_task(name, total=total)
-
-    def advance(self, done: int) -> None:
-        self.done += done
-        if self.live:
-            self.bars.update(self.bar, advance=done)
-            return
-        now = time.monotonic()
-        if now - self.said > LINE_SECONDS:
-            left = (now - self.began) / self.done * (self.total - self.done)
-            print(f"{self.name}: {self.done}/{self.total}, about {left:.0f} s left", file=sys.stderr, flush=True)
-            self.said = now
 
 
 def print_probe(probe: Probe, console: Console) -> None:
@@ -70,7 +25,7 @@ def print_probe(probe: Probe, console: Console) -> None:
     shows: dict[str, Callable[[Any], Table]] = {
         "handoff": _handoff,
         "positions": _positions,
-        "overlap": _overlap,
+        "overlap": _top_k_overlap,
         "likelihood": _likelihood,
         "rules": _rules,
         "alignment": _alignment,
@@ -111,7 +66,7 @@ def _handoff(part: Handoff) -> Table:
 
 
 def _positions(part: Positions) -> Table:
-    title = "Disagreement by position: nats a token, and each part's share of the total of |gap|"
+    title = "Disagreement by position: nats per token, and each part's share of the total of |gap|"
     table = _table(title, "position", "|gap|", "gap", "KL", "share", "")
     most = max((value for value in part.share.mean if value is not None), default=0.0)
     for place in range(len(part.edges) - 1):
@@ -125,7 +80,7 @@ def _positions(part: Positions) -> Table:
     return table
 
 
-def _overlap(part: Overlap) -> Table:
+def _top_k_overlap(part: TopKOverlap) -> Table:
     title = f"Likeliest next tokens in common (top {part.k}; by chance {100 * part.chance:.2g} %)"
     table = _table(title, "position", f"top {part.k}", "same first", "")
     for place in range(len(part.edges) - 1):

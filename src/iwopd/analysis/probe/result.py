@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from iwopd.errors import UserError
+from iwopd.filesystem import write_atomic
 
 FORMAT = 1
+PROBE_FILE = "probe.json"
+MEASURED = ("handoff", "positions", "drift", "overlap", "likelihood", "rules", "alignment")
+"""Parts of a probe, each of which may be missing."""
 Bias = Literal["strong", "moderate", "none", "unclear", "unmeasurable"]
 
 
@@ -101,10 +104,10 @@ class Drift(Part):
     until: Estimate
     """... both, ..."""
     after: Estimate
-    """... and behind it."""
+    """... and after it."""
 
 
-class Overlap(Part):
+class TopKOverlap(Part):
     """Likeliest next tokens that the models have in common, by relative position."""
 
     k: int
@@ -219,7 +222,7 @@ class Probe(Part):
     handoff: Handoff | None = None
     positions: Positions | None = None
     drift: Drift | None = None
-    overlap: Overlap | None = None
+    overlap: TopKOverlap | None = None
     likelihood: Likelihood | None = None
     rules: Rules | None = None
     alignment: Alignment | None = None
@@ -233,16 +236,14 @@ def write_probe(probe: Probe, path: Path) -> None:
     """Write `probe.json`, whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(probe.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
+        write_atomic(path, probe.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise ProbeError(f"cannot write {path}: {error.strerror}") from None
 
 
 def read_probe(path: Path) -> Probe:
     """Read `probe.json` (or the one in the folder `path`)."""
-    path = path / "probe.json" if path.is_dir() else path
+    path = path / PROBE_FILE if path.is_dir() else path
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from iwopd.analysis.handoff import handoff_scores
 from iwopd.analysis.probe.alignment import AlignmentBatch, directions_of, measure_alignment
 from iwopd.analysis.probe.inputs import Material, Pair
 from iwopd.analysis.probe.intervals import Bootstrap
-from iwopd.analysis.probe.positions import measure_drift, measure_likelihood, measure_overlap, measure_positions
+from iwopd.analysis.probe.positions import measure_drift, measure_likelihood, measure_positions, measure_top_k_overlap
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Probe, ProbeError, Rollouts
 from iwopd.analysis.probe.rules import measure_rules, probe_rules
 from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
@@ -29,31 +29,20 @@ from iwopd.models import stop_ids
 from iwopd.rollout.engine import EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
+from iwopd.stages import Silent, StageListener
 from iwopd.types import Rollout
 
 CHUNK_PROMPTS = 64
 """Prompts that are sampled in one call: enough to fill a batch, few enough to show progress."""
 
 
-class Progress(Protocol):
-    """Hears what is going on."""
-
-    def stage(self, name: str, total: int) -> None: ...
-    def advance(self, done: int) -> None: ...
-
-
-class Silent:
-    def stage(self, name: str, total: int) -> None: ...
-    def advance(self, done: int) -> None: ...
-
-
-def run_probe(pair: Pair, material: Material, settings: ProbeSettings, progress: Progress | None = None) -> Probe:
+def run_probe(pair: Pair, material: Material, settings: ProbeSettings, progress: StageListener | None = None) -> Probe:
     """Measure what can be measured, and say what cannot and why. The pair's teacher is let go of on the way."""
     return _Run(pair, material, settings, progress or Silent()).finish()
 
 
 class _Run:
-    def __init__(self, pair: Pair, material: Material, settings: ProbeSettings, progress: Progress) -> None:
+    def __init__(self, pair: Pair, material: Material, settings: ProbeSettings, progress: StageListener) -> None:
         self.pair, self.material, self.settings, self.progress = pair, material, settings, progress
         self.missing: dict[str, str] = {part: "left out with --skip" for part in PARTS if part in settings.skip}
         self.notes = list(material.notes)
@@ -210,7 +199,7 @@ class _Run:
             self.progress.advance(1)
             if "overlap" not in self.missing:
                 k, vocabulary = min(settings.top_k, self.pair.vocab_size), self.pair.vocab_size
-                self.parts["overlap"] = measure_overlap(tokens, bootstrap, bins, k=k, vocabulary=vocabulary)
+                self.parts["overlap"] = measure_top_k_overlap(tokens, bootstrap, bins, k=k, vocabulary=vocabulary)
             self.progress.advance(1)
             if "likelihood" not in self.missing:
                 self.parts["likelihood"] = measure_likelihood(tokens, bootstrap, bins)

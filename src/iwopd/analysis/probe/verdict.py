@@ -9,13 +9,13 @@ from iwopd.analysis.probe.result import Aligned, Bias, Estimate, Handoff, Positi
 from iwopd.analysis.probe.rules import iw_key
 
 STRONG_FALL = 0.20
-"""Accuracy that the teacher loses behind a student's prefix."""
+"""Accuracy that the teacher loses after a student's prefix."""
 SOME_FALL = 0.05
 """Below this a fall counts as none."""
 TEACHER_LEAD = 0.02
 """A teacher that is not this much better than the student has nothing to lose."""
 AGREEMENT = 0.02
-"""Nats a token: below this the two models hardly disagree anywhere."""
+"""Nats per token: below this the two models hardly disagree anywhere."""
 STRONG_SHARE = 0.45
 """Of the discrepancy on the first 30 % of the tokens, where there is no checker."""
 SOME_SHARE = 0.35
@@ -42,8 +42,8 @@ def _from_handoff(handoff: Handoff) -> tuple[Bias, list[str]]:
     if start is None or end is None or fall.mean is None or fall.low is None or fall.high is None:
         return "unclear", ["The hand-off curve has no interval: give more prompts with answers."]
     student = None if handoff.student is None else handoff.student.mean
-    alone = "by itself" if first == 0 else f"behind the first {_percent(first)} of the student's answer"
-    curve = f"The teacher is right {_percent(start)} of the time {alone} and {_percent(end)} behind the first {_percent(last)} "
+    alone = "by itself" if first == 0 else f"after the first {_percent(first)} of the student's answer"
+    curve = f"The teacher is right {_percent(start)} of the time {alone} and {_percent(end)} after the first {_percent(last)} "
     curve += f"of the student's answer: {_points(fall)}"
     curve += f"; the student alone reaches {_percent(student)}." if student is not None else "."
     if student is not None and start - student < TEACHER_LEAD:
@@ -63,7 +63,7 @@ def _from_discrepancy(positions: Positions) -> tuple[Bias, list[str]]:
     """Without a checker the gap says where the models disagree, not what that costs."""
     size, first = positions.mean_abs_gap, positions.first_30
     if size.high is not None and size.high < AGREEMENT:
-        return "none", [f"The two models hardly disagree: {size.mean:.3f} nats a token."]
+        return "none", [f"The two models hardly disagree: {size.mean:.3f} nats per token."]
     blind = "Whether that costs answers only a checker can tell (--task, or answers in the data)."
     if first.mean is None or first.low is None:
         return "unclear", [f"There is no interval: give more prompts. {blind}"]
@@ -89,7 +89,7 @@ def _drift(probe: Probe) -> list[str]:
         return []
     text = (
         f"{_percent(drift.rollouts.mean)} of the rollouts drift (a token {drift.threshold:g} nats less likely for the "
-        f"teacher), first at {_percent(drift.position.mean)} of the answer; the tokens behind hold "
+        f"teacher), first at {_percent(drift.position.mean)} of the answer; the tokens after it hold "
         f"{_percent(drift.after.mean)} of the discrepancy"
     )
     regions = {region.key: region.cosine for region in probe.alignment.regions} if probe.alignment is not None else {}
@@ -100,7 +100,7 @@ def _drift(probe: Probe) -> list[str]:
 
 
 def _gamma(probe: Probe, gamma: float) -> list[str]:
-    """What IW-OPD would change, and whether its eyes are what helps."""
+    """What IW-OPD would change, and whether it is the gap that helps or the position alone."""
     sentences = []
     effects = {rule.key: rule for rule in probe.rules.rules} if probe.rules is not None else {}
     key = iw_key(gamma)

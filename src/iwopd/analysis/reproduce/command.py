@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from importlib.util import find_spec
+from typing import Any
 
 from rich.console import Console
 
 from iwopd import tiny
-from iwopd.analysis.probe import Probe, ProbeSettings, read_probe, run_probe, write_probe
 from iwopd.analysis.probe.inputs import open_pair, world_material
-from iwopd.analysis.probe.present import ConsoleProgress
-from iwopd.analysis.reproduce.figures import write_figures
+from iwopd.analysis.probe.result import Probe, read_probe, write_probe
+from iwopd.analysis.probe.run import run_probe
+from iwopd.analysis.probe.settings import ProbeSettings
 from iwopd.analysis.reproduce.items import ITEMS, Item
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import Section, markdown, print_section
 from iwopd.analysis.reproduce.variants import Variant
 from iwopd.errors import UserError
+from iwopd.stages import ConsoleStages
 from iwopd.train.many import run_all
 from iwopd.train.progress import pretraining_progress
 
@@ -29,16 +30,13 @@ class ReproduceError(UserError, ValueError):
     """Options that make no sense."""
 
 
-def reproduce(options: argparse.Namespace) -> int:
-    """Make the runs that are missing, then print every item's section."""
+def reproduce(options: argparse.Namespace, console: Console) -> list[Section]:
+    """Make the runs that are missing, then print every item's section and write `results.json`."""
     items = _chosen(options.items)
     runs = _runs(options)
-    if options.figures is not None and find_spec("matplotlib") is None:  # said now, not after an hour
-        raise ReproduceError("--figures needs matplotlib: pip install 'iwopd[figures]'")
-    console = Console(stderr=options.json)
     variants = list({id(variant): variant for item in items for variant in item.variants}.values())
     _train_models(runs, variants, need_pair=any(item.needs_probe for item in items))
-    run_all(runs.jobs(variants), at_a_time=options.jobs, console=console)
+    run_all(runs.all_planned(variants), at_a_time=options.jobs, console=console)
     probes = {lineage: _probe(runs, lineage) for lineage in runs.lineages} if any(i.needs_probe for i in items) else {}
     sections = [item.section(runs, probes) for item in items]
     for section in sections:
@@ -47,14 +45,13 @@ def reproduce(options: argparse.Namespace) -> int:
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
         options.markdown.write_text(_heading(runs) + "\n".join(markdown(section) for section in sections))
         console.print(f"tables: {options.markdown}", highlight=False)
-    if options.figures is not None:
-        for path in write_figures(sections, options.figures):
-            console.print(f"figure: {path}", highlight=False)
-    record = {section.key: _record(section) for section in sections}
-    (options.out / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-    if options.json:
-        print(json.dumps(record))
-    return 0
+    (options.out / "results.json").write_text(json.dumps(as_record(sections), indent=1) + "\n")
+    return sections
+
+
+def as_record(sections: Sequence[Section]) -> dict[str, Any]:
+    """What `results.json` holds."""
+    return {one.key: {"title": one.title, "words": list(one.words), "numbers": one.numbers} for one in sections}
 
 
 def _chosen(names: Sequence[str]) -> list[Item]:
@@ -105,7 +102,7 @@ def _probe(runs: Runs, lineage: int) -> Probe:
         return read_probe(path)
     world = tiny.open_world(tiny.world_recipe(runs.world, lineage=lineage))
     pair = open_pair(str(world.student), str(world.teacher), names=(f"{runs.world} student", "teacher"))
-    with ConsoleProgress() as progress:
+    with ConsoleStages() as progress:
         settings = ProbeSettings(max_tokens=world.max_response_tokens)
         probe = run_probe(pair, world_material(world, PROBE_PROMPTS), settings, progress)
     write_probe(probe, path)
@@ -119,7 +116,3 @@ def _heading(runs: Runs) -> str:
         "Accuracy in percent and differences in points, with 95 % intervals over runs and problems; differences are paired by "
         "lineage, seed and problem.\n\n"
     )
-
-
-def _record(section: Section) -> dict[str, object]:
-    return {"title": section.title, "words": list(section.words), "numbers": section.numbers}

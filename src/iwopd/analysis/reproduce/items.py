@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from iwopd.analysis.probe import Probe
+from iwopd.analysis.probe.result import Probe
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import Section, Table, established, in_words, p, show, signed
 from iwopd.analysis.reproduce.variants import (

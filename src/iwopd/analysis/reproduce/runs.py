@@ -13,8 +13,9 @@ from torch import Tensor
 from iwopd.analysis.reproduce.variants import Variant
 from iwopd.config import Config, make_config
 from iwopd.eval.statistics import Interval, crossed, interval_over_problems, sign_flip_p
-from iwopd.train.many import Job, config_key
-from iwopd.train.rundir import RunDirectory
+from iwopd.runs.identity import run_key
+from iwopd.runs.reading import Run
+from iwopd.train.many import PlannedRun
 
 
 @dataclass(frozen=True)
@@ -63,27 +64,21 @@ class Runs:
             settings[section] = {**settings.get(section, {}), **values}
         return make_config(settings)
 
-    def job(self, variant: Variant, lineage: int, seed: int) -> Job:
+    def planned(self, variant: Variant, lineage: int, seed: int) -> PlannedRun:
         config = self.config(variant, lineage, seed)
-        return Job(f"{variant.title}, lineage {lineage}, seed {seed}", self.root / config_key(config), config)
+        return PlannedRun(f"{variant.title}, lineage {lineage}, seed {seed}", self.root / run_key(config), config)
 
-    def jobs(self, variants: Iterable[Variant]) -> list[Job]:
+    def all_planned(self, variants: Iterable[Variant]) -> list[PlannedRun]:
         """All runs of these variants, each once; an interrupted sweep has some seeds of every method."""
-        found: dict[Path, Job] = {}
-        for lineage, seed in self.members:
-            for variant in variants:
-                job = self.job(variant, lineage, seed)
-                found.setdefault(job.folder, job)
+        every = [self.planned(variant, lineage, seed) for lineage, seed in self.members for variant in variants]
+        found: dict[Path, PlannedRun] = {}
+        for run in every:
+            found.setdefault(run.folder, run)
         return list(found.values())
 
     def scores(self, variant: Variant, step: int) -> Tensor:
         """[S, N]: share of right samples of each problem, for each run (lineage by lineage, seed by seed)."""
-        rows = []
-        for lineage, seed in self.members:
-            run = RunDirectory(self.job(variant, lineage, seed).folder)
-            record = next(record for record in run.read("evals.jsonl") if record["step"] == step)
-            rows.append(torch.tensor(record["scores"], dtype=torch.float64).mean(1))
-        return torch.stack(rows)
+        return torch.stack([next(one.scores.mean(1) for one in run.evals if one.step == step) for run in self._made(variant)])
 
     def accuracy(self, variant: Variant, step: int) -> Interval:
         """In percent."""
@@ -100,11 +95,11 @@ class Runs:
 
     def metrics(self, variant: Variant, name: str) -> Tensor:
         """[S, steps] of a metric."""
-        rows = []
-        for lineage, seed in self.members:
-            run = RunDirectory(self.job(variant, lineage, seed).folder)
-            rows.append([record[name] for record in run.read("metrics.jsonl")])
+        rows = [[record[name] for record in run.metrics] for run in self._made(variant)]
         return torch.tensor(rows, dtype=torch.float64)
+
+    def _made(self, variant: Variant) -> list[Run]:
+        return [Run(self.planned(variant, lineage, seed).folder) for lineage, seed in self.members]
 
 
 def _interval(values: Tensor, bounds: tuple[float, float]) -> Interval:

@@ -26,9 +26,9 @@ from iwopd.cluster.verl.errors import VerlError
 from iwopd.config import Config
 from iwopd.errors import UserError
 from iwopd.models import load_tokenizer
+from iwopd.runs.directory import RunDirectory
 from iwopd.train.card import model_card
 from iwopd.train.checkpoint import CheckpointStore
-from iwopd.train.rundir import RunDirectory
 
 _STEP = re.compile(r"global_step_(\d+)")
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

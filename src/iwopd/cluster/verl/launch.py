@@ -19,11 +19,12 @@ from iwopd.cluster.verl.prompts import load_order, write_prompts
 from iwopd.cluster.verl.translate import Places, places
 from iwopd.config import Config
 from iwopd.filesystem import write_atomic
+from iwopd.runs.directory import RunDirectory
+from iwopd.runs.logs import RunError
 from iwopd.train.doctor import refuse
 from iwopd.train.loading import open_world
 from iwopd.train.loop import TrainingStoppedError
-from iwopd.train.progress import PretrainingProgress
-from iwopd.train.rundir import RunDirectory, RunError
+from iwopd.train.progress import PretrainingListener
 from iwopd.train.tracking import Tracker
 
 POLL = 0.5
@@ -46,7 +47,7 @@ def run_on_verl(
     allow_changes: bool = False,
     doctor: bool = True,
     address: str | None = None,
-    progress: PretrainingProgress | None = None,
+    progress: PretrainingListener | None = None,
 ) -> int:
     """Train in `folder` on a Ray cluster, and wait for the end; returns the last step."""
     check_settings(config)

@@ -8,7 +8,6 @@ of its own in `templates/panels/` is needed only if leads and captions do not sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from iwopd.report.gathering import ProbeView, ReportData
@@ -27,30 +26,18 @@ from iwopd.report.panels import (
     weights,
 )
 
-PANELS: tuple[Callable[[ReportData], Panel | None], ...] = (
-    verdict.build,
-    summary.build,
-    learning.build,
-    position.build,
-    handoff.build,
-    disagreement.build,
-    likelihood.build,
-    weights.build,
-    alignment.build,
-    tokens.build,
-    health.build,
-)
+WORDS = (verdict, summary)
+"""Sections without charts, at the top."""
+CHARTS = (learning, position, handoff, disagreement, likelihood, weights, alignment, health)
+PANELS = (*WORDS, *CHARTS[:-1], tokens, health)
+"""In the order of the page."""
 
 
-def build_panels(data: ReportData) -> list[Panel]:
-    """All sections that there is something for, in the order of the page."""
-    panels = [panel for build in PANELS if (panel := build(data)) is not None]
-    return [*panels, *probe_sections(data)]
-
-
-def probe_sections(data: ReportData) -> list[Panel]:
-    """One section a probe, where there are too many for colours in one chart."""
-    return [] if data.compared else [_section(view, place) for place, view in enumerate(data.probes, 1)]
+def build_panels(data: ReportData, *, charts_only: bool = False) -> list[Panel]:
+    """All sections that there is something for; then one per probe, where there are too many for colours in one chart."""
+    panels = [panel for module in (CHARTS if charts_only else PANELS) if (panel := module.build(data)) is not None]
+    sections = [] if data.compared else [_section(view, place) for place, view in enumerate(data.probes, 1)]
+    return [*panels, *sections]
 
 
 def _section(view: ProbeView, place: int) -> Panel:

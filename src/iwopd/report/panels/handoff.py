@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from iwopd.analysis.probe.result import Handoff
 from iwopd.report.charts import NEUTRAL, Axis, Chart, Series
 from iwopd.report.gathering import ProbeView, ReportData
 from iwopd.report.panel import Panel
-from iwopd.report.probes import curve_series
+from iwopd.report.probes import curve_series, having
 
 CAPTION = "It shows how much a prefix costs this teacher; it does not show how much of that a training method can win back."
 STUDENT_ALONE = 2
@@ -24,28 +25,24 @@ def build(data: ReportData) -> Panel | None:
 
 def charts(views: Sequence[ProbeView], demo: dict[str, Any] | None = None, suffix: str = "") -> list[Chart]:
     """One chart with all curves (Fig. 1b)."""
-    measured = [view for view in views if view.probe.handoff is not None]
+    measured = having(views, "handoff")
     several = len(measured) + (demo is not None) > 1
     series: list[Series] = []
-    alone: list[tuple[str, float]] = []
-    for view in measured:
-        part = view.probe.handoff
-        assert part is not None  # those that have one were chosen
-        x = [100 * fraction for fraction in part.fractions]
+    alone: list[Series] = []
+    for view, part in measured:
         label = view.label if not view.alone else "probe" if several else "teacher goes on"
         style = NEUTRAL if view.alone and not several else view.style
-        series.append(curve_series(label, style, x, part.teacher, 100.0))
+        series.append(curve_series(label, style, [100 * fraction for fraction in part.fractions], part.teacher, 100.0))
         if part.student is not None and part.student.mean is not None:
-            alone.append((label, 100 * part.student.mean))
-            series += [_level(label, style, 100 * part.student.mean)] if several else []
+            alone.append(_level(label, style, 100 * part.student.mean))
+            series += alone[-1:] if several else []
     if demo is not None:
-        label = _demo_label(demo) if several else "teacher goes on"
-        points = demo["points"]
-        means, lows, highs = ([interval[place] for _, interval in points] for place in range(3))
-        series.append(Series(label, NEUTRAL, [100 * share for share, _ in points], means, lows, highs))
+        label = f"hand-off file{', world ' + demo['world'] if demo['world'] else ''}" if several else "teacher goes on"
+        means, lows, highs = ([interval[place] for _, interval in demo["points"]] for place in range(3))
+        series.append(Series(label, NEUTRAL, [100 * share for share, _ in demo["points"]], means, lows, highs))
         if demo["student"]:
-            alone.append((label, demo["student"][0]))
-            series += [_level(label, NEUTRAL, demo["student"][0])] if several else []
+            alone.append(_level(label, NEUTRAL, demo["student"][0]))
+            series += alone[-1:] if several else []
     if not series:
         return []
     return [
@@ -55,11 +52,11 @@ def charts(views: Sequence[ProbeView], demo: dict[str, Any] | None = None, suffi
             Axis("part that the student wrote", percent=True, range=(-2, 102)),
             Axis("right answers", percent=True, range=(0, 103)),
             tuple(series),
-            f"Right answers{_problems(measured, demo)} when the teacher goes on from the first part of the untrained student's "
-            f"answer. {'Dotted: the student alone. ' if several and alone else ''}{CAPTION}",
+            f"Right answers{_problems([part for _, part in measured], demo)} when the teacher goes on from the first part of "
+            f"the untrained student's answer. {'Dotted: the student alone. ' if several and alone else ''}{CAPTION}",
             band="95 % bootstrap intervals over problems",
             markers=True,
-            lines=() if several else tuple(("student alone", height) for _, height in alone),
+            lines=() if several else tuple(("student alone", one.y[0] or 0.0) for one in alone),
             by="own",
         )
     ]
@@ -69,12 +66,8 @@ def _level(label: str, style: int, height: float) -> Series:
     return Series(f"{label}: student alone", style, [0.0, 100.0], [height, height], dash=STUDENT_ALONE, legend=False)
 
 
-def _demo_label(demo: dict[str, Any]) -> str:
-    return f"hand-off file{', world ' + demo['world'] if demo['world'] else ''}"
-
-
-def _problems(views: Sequence[ProbeView], demo: dict[str, Any] | None) -> str:
-    counts = [view.probe.handoff.problems for view in views if view.probe.handoff is not None]
+def _problems(parts: Sequence[Handoff], demo: dict[str, Any] | None) -> str:
+    counts = [part.problems for part in parts]
     counts += [demo["problems"]] if demo is not None and demo["problems"] else []
     shown = " or ".join(str(count) for count in dict.fromkeys(counts))
     return f" of {shown} problems" if shown else ""
@@ -83,7 +76,7 @@ def _problems(views: Sequence[ProbeView], demo: dict[str, Any] | None) -> str:
 def _lead(views: Sequence[ProbeView], demo: dict[str, Any] | None) -> str:
     """The question, and where there is one curve, its answer."""
     question = "How much is the teacher's advice worth after a drifted beginning?"
-    found = [view.probe.handoff for view in views if view.probe.handoff is not None]
+    found: list[Handoff] = [part for _, part in having(views, "handoff")]
     if demo is not None and not found:
         points = [(share, interval[0]) for share, interval in demo["points"]]
         alone = demo["student"][0] if demo["student"] else None

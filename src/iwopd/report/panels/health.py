@@ -7,70 +7,34 @@ from typing import Any
 from iwopd.report.charts import Axis, Chart, Series
 from iwopd.report.gathering import Group, ReportData
 from iwopd.report.panel import Panel
-from iwopd.report.reading import number
-from iwopd.report.series import SEED_BAND, all_values, metric_series
+from iwopd.report.series import all_values, metric_chart
+from iwopd.runs.logs import number
 
-CURVES = (
-    ("loss", "loss", "Loss", Axis("loss"), 1.0, "The clipped surrogate, a mean over the step's supervised tokens."),
-    ("grad_norm", "gradient", "Gradient norm", Axis("norm", zero=True), 1.0, "Before clipping."),
-    (
-        "policy/clip_fraction",
-        "clipping",
-        "Clip fraction",
-        Axis("tokens", percent=True, zero=True),
-        100.0,
-        "Tokens at the PPO clip. Above a fifth or so, an update moves further than its data supports.",
+TOKENS = Axis("tokens", zero=True)
+TOKEN_SHARE = Axis("tokens", percent=True, zero=True)
+CURVES = {
+    ("loss", "loss", "Loss", Axis("loss")): "The clipped surrogate, a mean over the step's supervised tokens.",
+    ("grad_norm", "gradient", "Gradient norm", Axis("norm", zero=True)): "Before clipping.",
+    ("policy/clip_fraction", "clipping", "Clip fraction", TOKEN_SHARE): (
+        "Tokens at the PPO clip. Above a fifth or so, an update moves further than its data supports."
     ),
-    (
-        "policy/approx_kl",
-        "policy-kl",
-        "Move within a step",
-        Axis("KL, nats per token", zero=True),
-        1.0,
-        "Approximate KL of the updated policy to the one that wrote the rollouts. Not the distance to the teacher.",
+    ("policy/approx_kl", "policy-kl", "Move within a step", Axis("KL, nats per token", zero=True)): (
+        "Approximate KL of the updated policy to the one that wrote the rollouts. Not the distance to the teacher."
     ),
-    ("rollout/length_mean", "length", "Answer length", Axis("tokens", zero=True), 1.0, "Mean tokens of a response."),
-    (
-        "rollout/truncated",
-        "truncation",
-        "Cut off",
-        Axis("answers", percent=True, zero=True),
-        100.0,
-        "Answers that reached the length limit. Their last tokens are no endings.",
+    ("rollout/length_mean", "length", "Answer length", TOKENS): "Mean tokens of a response.",
+    ("rollout/truncated", "truncation", "Cut off", Axis("answers", percent=True, zero=True)): (
+        "Answers that reached the length limit. Their last tokens are no endings."
     ),
-    (
-        "rollout/entropy_sampled",
-        "entropy",
-        "Entropy",
-        Axis("nats per token", zero=True),
-        1.0,
-        "Single-sample estimate of the student's entropy. A fall to zero means that sampling has stopped exploring.",
+    ("rollout/entropy_sampled", "entropy", "Entropy", Axis("nats per token", zero=True)): (
+        "Single-sample estimate of the student's entropy. A fall to zero means that sampling has stopped exploring."
     ),
-    (
-        "teacher/floored",
-        "floored",
-        "Impossible tokens",
-        Axis("tokens", zero=True),
-        1.0,
-        "Tokens that the teacher gives no probability.",
+    ("teacher/floored", "floored", "Impossible tokens", TOKENS): "Tokens that the teacher gives no probability.",
+    ("update/skipped", "skipped", "Skipped updates", Axis("updates", zero=True)): "Left out: loss or gradient was not finite.",
+    ("throughput/tokens_per_second", "throughput", "Throughput", Axis("tokens per second", zero=True)): (
+        "Response tokens by whole step."
     ),
-    (
-        "update/skipped",
-        "skipped",
-        "Skipped updates",
-        Axis("updates", zero=True),
-        1.0,
-        "Left out: loss or gradient was not finite.",
-    ),
-    (
-        "throughput/tokens_per_second",
-        "throughput",
-        "Throughput",
-        Axis("tokens per second", zero=True),
-        1.0,
-        "Response tokens by whole step.",
-    ),
-)
+}
+"""Metric, id, title and axis: caption."""
 STAGES = ("rollout", "teacher", "signal", "update")
 
 
@@ -82,17 +46,14 @@ def build(data: ReportData) -> Panel | None:
         return None
     charts: list[Chart] = []
     quiet: list[str] = []
-    for metric, name, title, axis, scale, caption in CURVES:
-        series = tuple(one for group in data.groups if (one := metric_series(group, metric, scale)) is not None)
-        values = all_values(series)
+    for (metric, name, title, axis), caption in CURVES.items():
+        chart = metric_chart(data.groups, metric, f"health-{name}", title, axis, caption)
+        values = [] if chart is None else all_values(chart.series)
         if values and max(values) == min(values):
             quiet.append(f"{title.lower()} {values[0]:.4g}{' %' if axis.percent else ''}")
-        elif values:
-            band = SEED_BAND if any(one.low is not None for one in series) else ""
-            charts.append(Chart(f"health-{name}", title, Axis("step"), axis, series, caption, band=band))
-    stages = _stages(data)
-    if stages is not None:
-        charts.append(stages)
+        elif chart is not None:
+            charts.append(chart)
+    charts += _stages(data)
     return Panel(
         "health",
         "Training health",
@@ -110,32 +71,28 @@ def _row(group: Group) -> dict[str, Any]:
     def values(name: str) -> list[float]:
         return [value for record in records if (value := number(record.get(name))) is not None]
 
+    def total(name: str) -> float | None:
+        return sum(values(name)) if values(name) else None
+
     def mean(name: str) -> float | None:
-        found = values(name)
-        return sum(found) / len(found) if found else None
+        return sum(values(name)) / len(values(name)) if values(name) else None
 
-    def most(name: str) -> float | None:
-        return max(values(name), default=None)
-
-    planned = [run.steps for run in group.runs]
     return {
         "label": group.label,
         "style": group.style,
-        "steps": ", ".join(
-            f"{run.step} of {steps}" if steps else str(run.step) for run, steps in zip(group.runs, planned, strict=True)
-        ),
-        "skipped": sum(values("update/skipped")) if values("update/skipped") else None,
-        "clip": most("policy/clip_fraction"),
-        "gradient": most("grad_norm"),
+        "steps": ", ".join(f"{run.step} of {run.steps}" if run.steps else str(run.step) for run in group.runs),
+        "skipped": total("update/skipped"),
+        "clip": max(values("policy/clip_fraction"), default=None),
+        "gradient": max(values("grad_norm"), default=None),
         "truncated": mean("rollout/truncated"),
         "length": mean("rollout/length_mean"),
-        "floored": sum(values("teacher/floored")) if values("teacher/floored") else None,
+        "floored": total("teacher/floored"),
         "seconds": mean("time/step"),
     }
 
 
-def _stages(data: ReportData) -> Chart | None:
-    """Seconds of a mean step by stage, one bar a group."""
+def _stages(data: ReportData) -> list[Chart]:
+    """Seconds of a mean step by stage, one bar per group."""
     means: dict[str, list[float]] = {stage: [] for stage in STAGES}
     labels = []
     for group in data.groups:
@@ -148,9 +105,9 @@ def _stages(data: ReportData) -> Chart | None:
             for stage, column in columns.items():
                 means[stage].append(sum(column) / len(column) if column else 0.0)
     if not labels:
-        return None
+        return []
     places = list(range(len(labels)))
-    return Chart(
+    chart = Chart(
         "health-stages",
         "Time by stage",
         Axis("seconds per step", zero=True),
@@ -161,3 +118,4 @@ def _stages(data: ReportData) -> Chart | None:
         kind="stack",
         bars=tuple(labels),
     )
+    return [chart]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from iwopd.report.charts import Axis, Chart
 from iwopd.report.gathering import ReportData
 from iwopd.report.panel import Panel
-from iwopd.report.series import PROBLEM_BAND, SEED_BAND, accuracy_series, metric_series
+from iwopd.report.series import PROBLEM_BAND, accuracy_series, metric_chart
 
 DISTANCES = (
     (
@@ -28,7 +28,10 @@ DISTANCES = (
 def build(data: ReportData) -> Panel | None:
     if not data.runs:
         return None
-    charts = [*_accuracy(data), *_distances(data)]
+    charts = _accuracy(data)
+    for metric, name, title, unit, caption in DISTANCES:
+        chart = metric_chart(data.groups, metric, name, title, Axis(unit, zero=True), caption)
+        charts += [] if chart is None else [chart]
     if not charts:
         data.notes.add("learning curves", "no run has an evaluation or a metric to draw")
         return None
@@ -57,14 +60,4 @@ def _accuracy(data: ReportData) -> list[Chart]:
                 markers=True,
             )
         )
-    return charts
-
-
-def _distances(data: ReportData) -> list[Chart]:
-    charts = []
-    for metric, name, title, unit, caption in DISTANCES:
-        series = tuple(one for group in data.groups if (one := metric_series(group, metric)) is not None)
-        if series:
-            band = SEED_BAND if any(one.low is not None for one in series) else ""
-            charts.append(Chart(name, title, Axis("step"), Axis(unit, zero=True), series, caption, band=band))
     return charts

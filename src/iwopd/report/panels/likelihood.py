@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
+from iwopd.analysis.probe.result import Likelihood, PrefixLikelihood
 from iwopd.report.charts import Axis, Chart, Series
 from iwopd.report.gathering import ProbeView, ReportData
 from iwopd.report.panel import Panel
-from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, middles, shown_by
-
-if TYPE_CHECKING:
-    from iwopd.analysis.probe.result import Likelihood, PrefixLikelihood
+from iwopd.report.probes import along_chart, curve_series, having, middles
 
 STUDENT, TEACHER = 0, 1
 TEACHER_DASH = 1
@@ -31,35 +29,31 @@ def build(data: ReportData) -> Panel | None:
 
 
 def charts(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
-    found = [(view, view.probe.likelihood) for view in views if view.probe.likelihood is not None]
+    found: list[tuple[ProbeView, Likelihood]] = having(views, "likelihood")
     if not found:
         return []
-    colours = "" if found[0][0].alone else " Solid: under the student, dashed: under the teacher."
-    fewest = min((min(part.by_token.rollouts, default=0) for _, part in found), default=0)
-    return [
-        Chart(
-            f"probe-likelihood{suffix}",
-            "Log-likelihood by part of the answer",
-            ALONG,
-            Axis("nats"),
-            _curves(found, "by_fraction"),
-            f"Summed log-probs of the student's tokens so far, a mean over rollouts.{colours} A prefix that the teacher finds "
-            "unlikely need not be wrong, and one that it finds likely need not be right.",
-            band=PROMPT_BAND,
-            by=shown_by([view for view, _ in found]),
-        ),
-        Chart(
-            f"probe-likelihood-tokens{suffix}",
-            "Log-likelihood by token",
-            Axis("token of the answer", zero=True),
-            Axis("nats"),
-            _curves(found, "by_token"),
-            f"Only answers that are long enough count (at the end {fewest} rollouts), so the end of these curves is about long "
-            f"answers, not about late tokens of all of them.{colours}",
-            band=PROMPT_BAND,
-            by=shown_by([view for view, _ in found]),
-        ),
-    ]
+    shown = [view for view, _ in found]
+    colours = "" if shown[0].alone else " Solid: under the student, dashed: under the teacher."
+    fewest = min(min(part.by_token.rollouts, default=0) for _, part in found)
+    by_part = along_chart(
+        shown,
+        f"probe-likelihood{suffix}",
+        "Log-likelihood by part of the answer",
+        Axis("nats"),
+        _curves(found, "by_fraction"),
+        f"Summed log-probs of the student's tokens so far, a mean over rollouts.{colours} A prefix that the teacher finds "
+        "unlikely need not be wrong, and one that it finds likely need not be right.",
+    )
+    by_token = replace(
+        by_part,
+        id=f"probe-likelihood-tokens{suffix}",
+        title="Log-likelihood by token",
+        x=Axis("token of the answer", zero=True),
+        series=_curves(found, "by_token"),
+        caption=f"Only answers that are long enough count (at the end {fewest} rollouts), so the end of these curves is about "
+        f"long answers, not about late tokens of all of them.{colours}",
+    )
+    return [by_part, by_token]
 
 
 def _curves(found: Sequence[tuple[ProbeView, Likelihood]], name: str) -> tuple[Series, ...]:
@@ -68,13 +62,9 @@ def _curves(found: Sequence[tuple[ProbeView, Likelihood]], name: str) -> tuple[S
         part: PrefixLikelihood = getattr(whole, name)
         x = middles(part.edges, 100.0 if name == "by_fraction" else 1.0)
         if view.alone:
-            series += [
-                curve_series("under the student", STUDENT, x, part.student),
-                curve_series("under the teacher", TEACHER, x, part.teacher),
-            ]
+            looks = (("under the student", STUDENT, None), ("under the teacher", TEACHER, None))
         else:
-            series += [
-                curve_series(f"{view.label}: student", view.style, x, part.student, dash=0),
-                curve_series(f"{view.label}: teacher", view.style, x, part.teacher, dash=TEACHER_DASH),
-            ]
+            looks = ((f"{view.label}: student", view.style, 0), (f"{view.label}: teacher", view.style, TEACHER_DASH))
+        for (label, style, dash), curve in zip(looks, (part.student, part.teacher), strict=True):
+            series.append(curve_series(label, style, x, curve, dash=dash))
     return tuple(series)

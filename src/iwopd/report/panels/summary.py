@@ -8,11 +8,12 @@ from typing import Any
 
 from iwopd.analysis.compare import Comparison, Difference, compare
 from iwopd.analysis.wording import points, sentence
-from iwopd.eval.results import ModelResults, ResultsError, TaskResults
 from iwopd.eval.statistics import holm
 from iwopd.report.gathering import ReportData, TaskCurve
 from iwopd.report.panel import Panel
 from iwopd.report.series import interval, score_key
+from iwopd.runs.evaluations import ResultsError, TaskResults
+from iwopd.runs.results import ModelResults
 from iwopd.types import EvalResult
 
 Side = tuple[str, TaskCurve, int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from iwopd.report.gathering import ReportData
 from iwopd.report.packing import DRIFT, STEPS, Packed, TokenTable, pack_rollout
 from iwopd.report.panel import Panel
-from iwopd.report.reading import Run, read_log
+from iwopd.runs.reading import Run
 
 
 def build(data: ReportData) -> Panel | None:
@@ -41,7 +41,7 @@ def build(data: ReportData) -> Panel | None:
 def _pack(run: Run, table: TokenTable, data: ReportData) -> list[Packed]:
     rollouts: list[Packed] = []
     bad = 0
-    for record in read_log(run.path / "rollouts.jsonl", run.name, data.notes):
+    for record in run.log("rollouts.jsonl"):
         packed = pack_rollout(record, table)
         if packed is None:
             bad += 1

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from iwopd.report.charts import Axis, Chart, Series
+from iwopd.analysis.probe.result import Curve, RuleEffect, Rules
+from iwopd.report.charts import Axis, Chart
 from iwopd.report.gathering import ProbeView, ReportData
 from iwopd.report.panel import Panel
-from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, dot_series, middles, one_each, shown_by
-
-if TYPE_CHECKING:
-    from iwopd.analysis.probe.result import Curve, RuleEffect, Rules
+from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, dots_chart, middles
 
 FAMILIES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     (
@@ -124,43 +121,31 @@ def sums(view: ProbeView, suffix: str = "", label: str = "") -> Chart:
 
 
 def effects(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
-    """Two numbers a rule, as dots."""
+    """Two numbers per rule, as dots."""
     if not views:
         return []
     titles = list(dict.fromkeys(rule.title for view in views for rule in _part(view).rules))
-
-    def dots(name: str, label: str) -> tuple[Series, ...]:
-        def series(label: str, style: int, view: ProbeView) -> Series:
-            by_title = {rule.title: getattr(rule, name) for rule in _part(view).rules}
-            return dot_series(label, style, [by_title.get(title) for title in titles], 100.0)
-
-        return one_each(views, label, series)
-
     return [
-        Chart(
+        dots_chart(
+            views,
             f"probe-first{suffix}",
             "Update on the first 30 %",
             Axis("of all |weight \u00d7 advantage|", percent=True, zero=True),
-            Axis(""),
-            dots("first_30", "share"),
+            titles,
+            "share",
+            lambda view: {rule.title: rule.first_30 for rule in _part(view).rules},
             "How much of the update each rule spends early, if all tokens' gradients were equally long. They are not.",
-            band=PROMPT_BAND,
-            kind="dots",
-            bars=tuple(titles),
-            by=shown_by(views),
         ),
-        Chart(
+        dots_chart(
+            views,
             f"probe-effective{suffix}",
             "Effective tokens",
             Axis("of all tokens", percent=True, zero=True),
-            Axis(""),
-            dots("effective", "effective tokens"),
+            titles,
+            "effective tokens",
+            lambda view: {rule.title: rule.effective for rule in _part(view).rules},
             "Kish's effective number, (sum of w)\u00b2 / sum of w\u00b2. With few, few tokens carry a noisy "
             "update. Many are no merit: plain OPD has all.",
-            band=PROMPT_BAND,
-            kind="dots",
-            bars=tuple(titles),
-            by=shown_by(views),
         ),
     ]
 

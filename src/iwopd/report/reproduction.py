@@ -1,4 +1,4 @@
-"""Figures of a reproduction: learning curves of every item, pooled over lineages and seeds."""
+"""Figures of `iwopd reproduce`: learning curves of every item, pooled over lineages and seeds. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from iwopd.analysis.reproduce.tables import Section
 from iwopd.report.charts import Axis, Chart, Series
+from iwopd.report.paper import write_chart
 
 MOST = 12
 """Curves that can be told apart, by colour, dash and marker together."""
@@ -32,7 +33,5 @@ def learning_chart(section: Section) -> Chart | None:
 
 def write_figures(sections: Sequence[Section], folder: Path) -> list[Path]:
     """`<item>.svg` of every section that has curves."""
-    from iwopd.report.paper import write_chart  # matplotlib is an extra
-
     charts = [chart for section in sections if (chart := learning_chart(section)) is not None]
     return [write_chart(chart, folder / f"{chart.id}.svg") for chart in charts]

@@ -1,9 +1,9 @@
-"""The run directory: what a run leaves behind, and the interface that comparison, report and figures read.
+"""The run directory as a run writes it; `reading` reads it.
 
     run.json          format version, version of iwopd, fingerprint of the data
     config.toml       the resolved settings
-    metrics.jsonl     one object a step
-    evals.jsonl       one object an evaluation
+    metrics.jsonl     one object per step
+    evals.jsonl       one object per evaluation
     rollouts.jsonl    a few rollouts of each evaluation, token by token
     checkpoints/      see `train.checkpoint`
 
@@ -21,45 +21,11 @@ from typing import Any
 
 import iwopd
 from iwopd.config import Config, config_toml, differences, load_config
-from iwopd.errors import UserError
 from iwopd.filesystem import write_atomic
+from iwopd.runs.logs import RunError, read_log
+from iwopd.runs.reading import FORMAT, Run
 
-FORMAT = 1
 LOGS = ("metrics.jsonl", "evals.jsonl", "rollouts.jsonl")
-TEACHERS_PLACE = tuple(
-    f"teacher.{name}"
-    for name in ("urls", "api_key_env", "max_in_flight", "tokens_per_request", "request_timeout", "patience", "deadline")
-)
-"""Where the teacher is and how it is asked: a server may come back elsewhere."""
-ENGINES_PLACE = tuple(
-    f"engine.{name}"
-    for name in (
-        "server.url",
-        "server.api_key_env",
-        "server.weights_folder",
-        "server.max_in_flight",
-        "server.request_timeout",
-        "server.patience",
-        "vllm.memory_share",
-        "vllm.sleep",
-    )
-)
-"""Where an engine is and how it is run: a server may come back elsewhere."""
-FREE_TO_CHANGE = (
-    "tracking",
-    "steps",
-    "checkpoint",
-    "cluster",  # the launcher refuses what its checkpoints cannot follow
-    "eval.kept_rollouts",
-    "rollout.overlap",
-    *TEACHERS_PLACE,
-    *ENGINES_PLACE,
-)
-"""Settings that a resumed run may change without becoming another run."""
-
-
-class RunError(UserError, RuntimeError):
-    """A run directory that cannot be used as asked, with the remedy."""
 
 
 class RunDirectory:
@@ -95,11 +61,11 @@ class RunDirectory:
 
     def check_resume(self, config: Config, data: str, *, allow_changes: bool) -> None:
         """Refuse to continue with other settings or other data, naming what differs."""
-        about = self.about()
-        old = self.config()
-        scheduled = "progress" in old.method.made.needs  # its weights depend on how long the run is
-        free = [name for name in FREE_TO_CHANGE if name != "steps" or not scheduled]
-        changes = differences(old, config, ignore=free)
+        about, old = self.about(), self.config()
+        changed = differences(old, config, "place")
+        if "progress" not in old.method.made.needs:  # else its weights depend on how long the run is
+            changed.pop("steps", None)
+        changes = [f"{name}: {before!r} -> {after!r}" for name, (before, after) in changed.items()]
         if about.get("data") != data:
             changes.append(f"training prompts: fingerprint {about.get('data')} -> {data}")
         if changes and not allow_changes:
@@ -112,15 +78,7 @@ class RunDirectory:
         write_atomic(self.path / "run.json", json.dumps({**about, "data": data}, indent=2) + "\n")
 
     def about(self) -> dict[str, Any]:
-        try:
-            about: dict[str, Any] = json.loads((self.path / "run.json").read_text())
-        except FileNotFoundError:
-            raise RunError(f"{self.path} is not a run directory (no run.json); start one with `iwopd train RECIPE`") from None
-        except json.JSONDecodeError as error:
-            raise RunError(f"{self.path / 'run.json'} is damaged: {error}") from None
-        if about.get("format") != FORMAT:
-            raise RunError(f"{self.path} has format {about.get('format')}, this version of iwopd reads format {FORMAT}")
-        return about
+        return Run(self.path).about
 
     @property
     def engine(self) -> str:
@@ -143,13 +101,7 @@ class RunDirectory:
 
     def read(self, name: str) -> Iterator[dict[str, Any]]:
         """The records of a log; a last line that was cut off by a crash is left out."""
-        path = self.path / name
-        if not path.exists():
-            return
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+        return read_log(self.path / name)
 
     def rewind(self, step: int) -> None:
         """Drop log records after `step`: a resumed run will write them again."""
