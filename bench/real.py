@@ -35,6 +35,7 @@ from iwopd.data.sources import records
 from iwopd.errors import UserError
 from iwopd.lm import ResponseModel
 from iwopd.methods import METHODS, TITLES
+from iwopd.model_facts import pad_id
 from iwopd.models import ModelSource, load_model, load_tokenizer, stop_ids
 from iwopd.report import write_report
 from iwopd.rollout.local import LocalSampler
@@ -187,7 +188,7 @@ def write_prompts(source: Path, target: Path, tokenizer: Any, count: int) -> Non
 def held_out_kl(pair: Pair, student: Any, material: Material) -> float:
     """Mean KL(student || teacher), over the whole vocabulary, of the tokens of the student's answers to held-out prompts."""
     sampling = SamplingSettings(TOKENS, 1.0, stop_ids=stop_ids(pair.tokenizer, student))
-    sampler = LocalSampler(student, sampling, pad_id=pair.pad_id, vocab_size=pair.vocab_size)
+    sampler = LocalSampler(student, sampling, pad_id=pad_id(pair.tokenizer), vocab_size=pair.vocab_size)
     rollouts = sampler.sample(material.prompts, seed=1234, step=0)  # the same noise for every student
     ours, theirs = (ResponseModel(model, temperature=1.0, vocab_size=pair.vocab_size) for model in (student, pair.teacher))
     tokens = score_tokens(ours, theirs, rollouts, top_k=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 from iwopd.cli import main
+from iwopd.commands import demo
+from iwopd.commands.engine_options import engine_choice
 from iwopd.config import ConfigError, config_toml, load_config, make_config, make_engine_choice
+from iwopd.demo import _prepare
 from iwopd.rollout.engine import ENGINES, EngineError, Student
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
@@ -226,6 +230,15 @@ def test_a_probe_with_other_engines(events: list[str], tmp_path: Path) -> None:
     assert events == ["open at here", "close"] * 2
     assert found[0]["handoff"] == found[1]["handoff"]
     assert [probe["settings"]["teacher_engine"] for probe in found] == ["local", "toy-engine"]
+
+
+def test_the_runs_of_a_demo_use_its_engine(events: list[str], tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    demo.add(parser.add_subparsers())
+    words = ["--engine", "toy-engine", "--engine-option", "error=0.001", "--out", str(tmp_path / "demo")]
+    options = parser.parse_args(["demo", *words])
+    (job,) = _prepare(options, ["opd"], engine_choice(options)).values()
+    assert (job.config.rollout.engine, job.config.engine.of("toy-engine").model_dump()["error"]) == ("toy-engine", 0.001)
 
 
 @pytest.mark.parametrize(

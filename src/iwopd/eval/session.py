@@ -159,7 +159,7 @@ def _student(request: Request, tokenizer: Any, tasks: Sequence[Task]) -> tuple[S
 
 
 def _about(request: Request) -> dict[str, Any]:
-    settings = {
+    settings: dict[str, Any] = {
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
