@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -96,11 +97,11 @@ class ModelShape:
             add_adapter(model, lora)
         return sum(int(parameter.numel()) for parameter in model.parameters() if parameter.requires_grad)
 
-    @property
+    @cached_property
     def _text(self) -> Any:
         return self.config.get_text_config()
 
-    @property
+    @cached_property
     def _heads(self) -> tuple[int, int, int]:
         """Attention heads, key/value heads, and the width of one."""
         text = self._text
