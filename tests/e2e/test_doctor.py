@@ -16,8 +16,9 @@ import torch
 from iwopd.cli import main
 from iwopd.config import make_config
 from iwopd.models import ModelSource
+from iwopd.teacher import ScoringPath
 from iwopd.train.assembly import Parts, assemble
-from iwopd.train.doctor import ScoringPath, check_echo, examine_models, examine_recipe, machine, own_logprobs
+from iwopd.train.doctor import check_echo, examine_models, examine_recipe, machine, own_logprobs
 from iwopd.train.doctor.case import Member, open_case
 from iwopd.train.doctor.chat import check_template
 from iwopd.train.doctor.findings import Finding

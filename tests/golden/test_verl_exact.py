@@ -15,7 +15,7 @@ from torch import Tensor
 from iwopd import algo
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import PolicyGradient
-from iwopd.cluster.verl.params import Settings
+from iwopd.cluster.verl.params import carried
 from iwopd.config import Method
 from support import RULES
 
@@ -143,9 +143,9 @@ def by_verl(method: Method, given: dict[str, Tensor], tokens: int, settings: Any
     from verl_support import loss_settings, method_config, micro_batches, model_output, verl_batch
 
     actor, distillation = settings or loss_settings(method_config(method))
-    data = verl_batch(given, threshold=method.correction_threshold, reference=method.advantage == "exopd")
+    data = verl_batch(given, threshold=carried(method).correction_threshold, reference=method.made.needs_reference)
     columns, _ = before_the_split(data, distillation.distillation_loss.settings, PROGRESS)
-    assert bool(columns) == (Settings(method).whole_batch is not None)
+    assert bool(columns) == (method.made.needs_whole_batch is not None)
     data.update(columns)
     current = given["current"].clone().requires_grad_()
     total = 0.0

@@ -17,9 +17,8 @@ from iwopd.analysis.tables import as_json, columns, escape_latex, escape_markdow
 from iwopd.analysis.wording import sentence, verdict
 from iwopd.commands.compare import named_results
 from iwopd.config import config_toml, make_config
-from iwopd.methods import METHODS, TITLES
+from iwopd.methods import METHODS, TITLES, method_title
 from iwopd.runs.evaluations import ResultsError
-from iwopd.runs.identity import method_title
 from iwopd.runs.logs import RunError
 from iwopd.runs.results import ModelResults, load
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from iwopd import lm as lm_module
 from iwopd import own_head
 from iwopd.lm import ResponseModel, Sequences, micro_batches, padding_waste
 from iwopd.teacher.local import LocalScorer
@@ -87,14 +88,13 @@ def test_a_head_that_is_not_linear_is_found_out_and_the_models_own_logits_are_us
     sequences = Sequences.build(prompts, [item.response_ids for item in items])
     capped = make_model("gemma2").eval()
     lm = ResponseModel(capped, vocab_size=21)
-    assert lm.check_head(sequences) > 1e-2
+    assert lm.check_head(sequences).difference > 1e-2
     assert not lm.fused
     assert lm.chunked
-    got = lm.logprobs(sequences)
-    for row, item in enumerate(items):
-        torch.testing.assert_close(got[row, : len(item)].double(), by_hand(capped, item), rtol=1e-4, atol=1e-5)
+    for got, item in zip(sequences.split(lm.logprobs(sequences)), items, strict=True):
+        torch.testing.assert_close(got.double(), by_hand(capped, item), rtol=1e-4, atol=1e-5)
     plain = ResponseModel(make_model("llama").eval(), vocab_size=21)
-    assert plain.check_head(sequences) < 1e-5
+    assert plain.check_head(sequences).difference < 1e-5
     assert plain.fused
 
 
@@ -138,7 +138,7 @@ def test_a_body_that_cannot_be_taken_out_means_whole_sequences(monkeypatch: pyte
     assert not lm.chunked
     for row, item in enumerate(items):
         want = by_hand(capped, item)
-        torch.testing.assert_close(lm.logprobs(sequences)[row, : len(item)].double(), want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sequences.split(lm.logprobs(sequences))[row].double(), want, rtol=1e-4, atol=1e-5)
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=80), st.integers(1, 3000))
@@ -157,3 +157,20 @@ def test_padding_waste_is_small_on_varied_lengths() -> None:
         assert padding_waste(lengths, micro_batches(lengths, 8192)) < 0.2
     with pytest.raises(ValueError, match="budget must be at least 1, got 0"):
         micro_batches([3], 0)
+
+
+def test_the_head_is_checked_on_the_path_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores take the lean path, updates the model's own modules: a fault of either must be found."""
+    items = rollouts(6)
+    sequences = Sequences.from_rollouts(items)
+    inputs = lm_module.packed_inputs
+
+    def shifted(*arguments: Any) -> dict[str, Any]:
+        found = inputs(*arguments)
+        return {**found, "position_ids": found["position_ids"] * 2}
+
+    lm = ResponseModel(make_model("qwen3").eval(), vocab_size=21)
+    assert lm.packing_obstacle is None
+    monkeypatch.setattr(lm_module, "packed_inputs", shifted)
+    assert lm.check_head(sequences, trained=False).fused  # the lean path alone is right
+    assert not lm.check_head(sequences).fused

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from iwopd import algo
 from iwopd.algo.drift import drift_regions
-from iwopd.analysis.probe.alignment import REGIONS, AlignmentBatch, TokenGradients, batch_cosines, cosine, measure_alignment
+from iwopd.algo.evidence import Evidence
+from iwopd.algo.gradients import cosine
+from iwopd.analysis.probe.alignment import REGIONS, AlignmentBatch, TokenGradients, batch_cosines, measure_alignment
 from iwopd.analysis.probe.result import Drift, Estimate
 from iwopd.analysis.probe.rules import Rule, probe_rules
 from iwopd.lm import ResponseModel
@@ -41,7 +43,7 @@ def batch() -> AlignmentBatch:
     mask = length_mask(LENGTHS)
     old = torch.where(mask, -torch.rand(mask.shape, dtype=torch.float64), 0.0)
     teacher = torch.where(mask, -4 * torch.rand(mask.shape, dtype=torch.float64), 0.0)
-    return AlignmentBatch(rollouts, mask, old, teacher, algo.opd_advantages(teacher, old, mask), solutions)
+    return AlignmentBatch(rollouts, Evidence(teacher, old, mask, progress=0.0), solutions)
 
 
 def token_gradients(model: Any, prompts: list[Tensor], responses: list[Tensor]) -> Tensor:
@@ -61,16 +63,14 @@ def explicit_cosines(lm: ResponseModel, batch: AlignmentBatch, rules: list[Rule]
     responses = [rollout.response_ids for rollout in batch.rollouts]
     target = token_gradients(lm.model, [p for p, _ in batch.solutions], [s for _, s in batch.solutions]).sum(0)
     tokens = token_gradients(lm.model, prompts, responses)
-    before, at, after = drift_regions(batch.gap, batch.mask, threshold)
-    wanted = {
-        rule.key: batch.gap * algo.token_weights(rule.weights, batch.gap, batch.mask, progress=0.0, **rule.params)
-        for rule in rules
-    }
+    gap, mask = batch.evidence.gap, batch.evidence.mask
+    before, at, after = drift_regions(gap, mask, threshold)
+    wanted = {rule.key: gap * algo.token_weights(rule.weights, gap, mask, progress=0.0, **rule.params) for rule in rules}
     for key, region in (("before", before), ("at", at), ("until", before | at), ("after", after)):
-        wanted[key] = batch.gap * region
+        wanted[key] = gap * region
     found = {}
     for key, coefficients in wanted.items():
-        update = coefficients[batch.mask] @ tokens
+        update = coefficients[mask] @ tokens
         found[key] = float(torch.nn.functional.cosine_similarity(update, target, dim=0))
     return found
 

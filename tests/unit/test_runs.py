@@ -12,9 +12,10 @@ import tomli_w
 from browser.report_runs import make_run
 from iwopd.analysis.compare import compare
 from iwopd.config import Config, defaults, flatten, make_config, marked, settings, without
+from iwopd.methods import method_title
 from iwopd.report.gathering import gather
 from iwopd.runs.directory import RunDirectory
-from iwopd.runs.identity import method_settings, method_title, run_key
+from iwopd.runs.identity import method_settings, run_key
 from iwopd.runs.logs import Notes, RunError
 from iwopd.runs.reading import Run, read_runs
 from iwopd.runs.results import load

@@ -182,7 +182,7 @@ def examined(config: Config, monkeypatch: pytest.MonkeyPatch) -> dict[str, float
         list(check_resources(open_case(config, Path("run"))))
     else:
         models = {"student": new_model(recipe.student.size, "a"), "teacher": new_model(recipe.teacher.size, "b")}
-        if config.method.needs_reference:
+        if config.method.made.needs_reference:
             models["reference"] = models["student"] if config.lora.rank else new_model(recipe.student.size, "c")
         world = tiny.World(recipe, Path("teacher"), Path("student"))
         limit = config.rollout.max_tokens or world.max_response_tokens

@@ -21,6 +21,7 @@ from iwopd.teacher.errors import TeacherError, TeacherGoneError
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer
+from iwopd.teacher.scorer import Scorer
 from iwopd.teacher.serving import RefusalError, ServingError, TeacherServer, completion, read_request
 from iwopd.teacher.serving_model import ServingModel
 from iwopd.train.pipeline import Scoring
@@ -94,7 +95,7 @@ def rollout(name: str, teacher: str | None = None, prompt: tuple[int, ...] = (3,
     return Rollout(Prompt(name, prompt, answer="42", teacher=teacher, metadata=metadata), ids, torch.zeros(4), "length")
 
 
-class Constant:
+class Constant(Scorer):
     """A scorer that notes who was sent to it; it may wait for another one to be asked at the same time."""
 
     def __init__(self, value: float, together: threading.Barrier | None = None) -> None:
@@ -127,7 +128,7 @@ def test_an_unknown_teacher_is_named_before_training() -> None:
 
 
 def test_a_teacher_that_fails_fails_the_step() -> None:
-    class Gone:
+    class Gone(Scorer):
         def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
             raise TeacherGoneError("gone")
 
