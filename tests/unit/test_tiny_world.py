@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from iwopd.tiny import cache, task
 from iwopd.tiny.__main__ import main as train_to_folder
 from iwopd.tiny.models import ModelRecipe, ModelSize, Stage
-from iwopd.tiny.pretrain import Progress, pretrain
+from iwopd.tiny.pretrain import PretrainingListener, pretrain
 from iwopd.tiny.world import World, WorldRecipe, open_world
 
 
@@ -33,7 +33,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train here instead of in worker processes: the same code on the same folders, without their start-up time."""
 
-    def train(recipes: Mapping[str, ModelRecipe], drafts: Mapping[str, Path], _: Progress | None) -> None:
+    def train(recipes: Mapping[str, ModelRecipe], drafts: Mapping[str, Path], _: PretrainingListener | None) -> None:
         for label, recipe in recipes.items():
             train_to_folder(drafts[label], recipe)
 

@@ -198,9 +198,7 @@ def escape_latex(text: str) -> str:
 
 def _score(comparison: Comparison, place: int, task: str) -> str:
     score = comparison.scores.get((place, task))
-    if score is None:
-        return "–"
-    return f"{100 * score.interval.mean:.1f} ({100 * score.interval.low:.1f} to {100 * score.interval.high:.1f})"
+    return "–" if score is None else f"{score.interval.times(100):.1f}"
 
 
 def _both_tables(comparison: Comparison) -> dict[str, tuple[list[str], list[list[str]]]]:
@@ -271,7 +269,7 @@ def _latex_cell(comparison: Comparison, place: int, task: str, rivals: Sequence[
 
 
 def _interval_json(interval: Interval) -> dict[str, float]:
-    return {name: 100 * value for name, value in interval._asdict().items()}
+    return interval.times(100)._asdict()
 
 
 def _difference_json(difference: Difference, comparison: Comparison) -> dict[str, Any]:

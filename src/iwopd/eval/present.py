@@ -24,22 +24,20 @@ def print_results(results: Mapping[str, Mapping[str, Any]], out: Path, *, as_jso
     summary = {}
     for name, result in results.items():
         scores = torch.tensor(result["scores"], dtype=torch.float64)
-        mean, low, high = (100 * value for value in bootstrap_interval(scores))
+        interval = bootstrap_interval(scores).times(100)
         count = scores.numel()
         statuses = ", ".join(f"{number} {status}" for status, number in result["outcomes"].items())
         table.add_row(
             Text(name),
             str(len(scores)),
             result["aggregate"],
-            f"{mean:.1f} ({low:.1f} to {high:.1f})",
+            f"{interval:.1f}",
             statuses,
             f"{100 * result['truncated'] / count:.0f} %",
             f"{result['mean_tokens']:.0f}",
         )
         summary[name] = {
-            "mean": round(mean, 2),
-            "low": round(low, 2),
-            "high": round(high, 2),
+            **{name: round(value, 2) for name, value in interval._asdict().items()},
             "problems": len(scores),
             "samples": scores.shape[1],
             "outcomes": result["outcomes"],

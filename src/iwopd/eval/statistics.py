@@ -35,6 +35,13 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def times(self, factor: float) -> Interval:
+        return Interval(*(factor * value for value in self))
+
+    def __format__(self, form: str) -> str:
+        """`12.3 (10.1 to 14.5)` for `.1f`."""
+        return f"{self.mean:{form}} ({self.low:{form}} to {self.high:{form}})"
+
 
 # --- intervals -------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ def interval(scores: Tensor) -> Interval:
     """Mean and interval of scores [N, K] in percent; remembered, because `--watch` asks for the same ones again and again."""
     key = score_key(scores)
     if key not in _intervals:
-        _intervals[key] = Interval(*(100 * value for value in interval_over_problems([scores.mean(1)])))
+        _intervals[key] = interval_over_problems([scores.mean(1)]).times(100)
     return _intervals[key]
 
 

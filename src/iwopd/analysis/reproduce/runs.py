@@ -82,16 +82,14 @@ class Runs:
 
     def accuracy(self, variant: Variant, step: int) -> Interval:
         """In percent."""
-        return _percent(_interval(self.scores(variant, step), (0.0, 1.0)))
+        return _interval(self.scores(variant, step), (0.0, 1.0)).times(100.0)
 
     def effect(self, variant: Variant, baseline: Variant, step: int) -> Effect:
         """Paired by lineage, seed and problem, in points."""
         difference = self.scores(variant, step) - self.scores(baseline, step)
         both = crossed([difference])
-        if both is not None:
-            return Effect(_percent(both.interval(bounds=(-1.0, 1.0))), both.p_value, len(difference))
-        mean = difference.mean(0)
-        return Effect(_percent(_interval(difference, (-1.0, 1.0))), sign_flip_p([mean]), len(difference))
+        p_value = sign_flip_p([difference.mean(0)]) if both is None else both.p_value
+        return Effect(_interval(difference, (-1.0, 1.0)).times(100.0), p_value, len(difference))
 
     def metrics(self, variant: Variant, name: str) -> Tensor:
         """[S, steps] of a metric."""
@@ -103,9 +101,5 @@ class Runs:
 
 
 def _interval(values: Tensor, bounds: tuple[float, float]) -> Interval:
-    both = crossed([values]) if len(values) > 1 else None
+    both = crossed([values])  # None with one run
     return both.interval(bounds=bounds) if both is not None else interval_over_problems([values.mean(0)], bounds=bounds)
-
-
-def _percent(interval: Interval) -> Interval:
-    return Interval(*(100.0 * value for value in interval))

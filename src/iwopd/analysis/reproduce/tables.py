@@ -34,13 +34,12 @@ class Section:
     """The same for machines, and for figures."""
 
 
-def show(interval: Interval, digits: int = 1) -> str:
-    return f"{interval.mean:.{digits}f} ({interval.low:.{digits}f} to {interval.high:.{digits}f})"
+def show(interval: Interval) -> str:
+    return f"{interval:.1f}"
 
 
 def signed(effect: Effect) -> str:
-    mean, low, high = effect.interval
-    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+    return f"{effect.interval:+.1f}"
 
 
 def p(effect: Effect) -> str:

@@ -61,6 +61,7 @@ def _curves(found: Sequence[tuple[ProbeView, Likelihood]], name: str) -> tuple[S
     for view, whole in found:
         part: PrefixLikelihood = getattr(whole, name)
         x = middles(part.edges, 100.0 if name == "by_fraction" else 1.0)
+        looks: tuple[tuple[str, int, int | None], ...]
         if view.alone:
             looks = (("under the student", STUDENT, None), ("under the teacher", TEACHER, None))
         else:
