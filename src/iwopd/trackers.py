@@ -47,7 +47,9 @@ TRACKERS: Registry[OpenTracker] = Registry("tracker", "iwopd.trackers", _adopt)
 
 def open_tracker(name: str, folder: Path, project: str, settings: Mapping[str, Any]) -> TrackerBackend:
     try:
-        return TRACKERS[name](folder, project, settings)
+        opener = TRACKERS[name]
+        folder.mkdir(parents=True, exist_ok=True)
+        return opener(folder, project, settings)
     except (ImportError, TypeError, KeyError) as error:
         raise ConfigError(f"the tracker {name!r} cannot be opened: {error}") from error
 

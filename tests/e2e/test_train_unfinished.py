@@ -9,6 +9,7 @@ import pytest
 
 from iwopd.config import make_config
 from iwopd.errors import UserError
+from iwopd.eval import runner
 from iwopd.rollout.engine import ENGINES, EngineError
 from iwopd.rollout.local import LocalEngine
 from iwopd.runs.directory import RunDirectory
@@ -37,7 +38,7 @@ def test_an_evaluation_that_a_dead_server_cut_short_is_made_up_for(
     when: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run_training(make_config(SETTINGS), tmp_path / "whole", doctor=False)
-    evaluate = evaluation.evaluate
+    evaluate = runner.evaluate
 
     def gone(*arguments: Any, step: int, **options: Any) -> Any:
         if step == when:

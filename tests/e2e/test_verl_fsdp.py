@@ -118,7 +118,7 @@ def by_local_learner(config: Config, steps: list[list[Rollout]]) -> tuple[dict[s
         columns = loss_columns(learner.objective, batch, evidence_of(batch, progress=progress))
         update = learner.update(batch, columns, seed=0, step=step)
         assert update.updates == config.optim.ppo_epochs
-        assert float(update.stats.ratio_max) > 1.05
+        assert update.stats.as_dict()["ratio_max"] > 1.05
         losses.append(update.loss)
     return weights_of(student), losses
 

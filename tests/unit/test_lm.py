@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from iwopd import lm as lm_module
-from iwopd import own_head
+from iwopd import own_head, packing
 from iwopd.lm import ResponseModel, Sequences, micro_batches, padding_waste
 from iwopd.teacher.local import LocalScorer
 from iwopd.types import Prompt, Rollout
@@ -163,7 +163,7 @@ def test_the_head_is_checked_on_the_path_that_trains(monkeypatch: pytest.MonkeyP
     """Scores take the lean path, updates the model's own modules: a fault of either must be found."""
     items = rollouts(6)
     sequences = Sequences.from_rollouts(items)
-    inputs = lm_module.packed_inputs
+    inputs = packing.packed_inputs
 
     def shifted(*arguments: Any) -> dict[str, Any]:
         found = inputs(*arguments)

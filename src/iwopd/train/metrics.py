@@ -23,8 +23,10 @@ def training_progress(step: int, steps: int) -> float:
     return min(1.0, max(0, step - 1) / max(1, steps - 1))
 
 
-def step_metrics(scored: ScoredStep, signal: TrainingSignal, rollouts: Sequence[Rollout], update: Update) -> dict[str, Any]:
-    """What happened in a step, by name."""
+def step_metrics(
+    scored: ScoredStep, signal: TrainingSignal, rollouts: Sequence[Rollout], update: Update, group: str
+) -> dict[str, Any]:
+    """What happened in a step, by name; the objective's own statistics begin with `group`."""
     lengths = [len(rollout) for rollout in rollouts]
     return {
         "rollout/length_mean": sum(lengths) / len(lengths),
@@ -35,7 +37,7 @@ def step_metrics(scored: ScoredStep, signal: TrainingSignal, rollouts: Sequence[
         "update/padding_waste": update.padding_waste,
         "update/count": update.updates,
         "update/skipped": update.skipped,
-        **{f"policy/{name}": value for name, value in update.stats.as_dict().items()},
+        **{f"{group}/{name}": value for name, value in update.stats.as_dict().items()},
         **signal_metrics(signal),
     }
 

@@ -6,18 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from iwopd.algo.advantages import ADVANTAGES
-from iwopd.algo.objectives.base import LossStats, Objective, ObjectiveLoss, Setting, StudentTokens, TrainingSignal, setting
+from iwopd.algo.objectives.base import (
+    LossAndMeans,
+    LossStats,
+    Objective,
+    ObjectiveLoss,
+    Setting,
+    StudentTokens,
+    TokenMeans,
+    TrainingSignal,
+    setting,
+)
 from iwopd.algo.objectives.policy_gradient import PolicyGradient
 from iwopd.registry import Registry, suggestion
 
 __all__ = [
     "OBJECTIVES",
+    "LossAndMeans",
     "LossStats",
     "Objective",
     "ObjectiveLoss",
     "PolicyGradient",
     "Setting",
     "StudentTokens",
+    "TokenMeans",
     "TrainingSignal",
     "UnknownSettingError",
     "make_objective",

@@ -75,6 +75,38 @@ class ObjectiveLoss(Protocol):
     def stats(self) -> LossStats: ...
 
 
+@dataclass(frozen=True)
+class TokenMeans:
+    """The simplest statistics: sums over N tokens by name, reported as means."""
+
+    tokens: Tensor
+    """[]."""
+    sums: Mapping[str, Tensor]
+    """[] each."""
+
+    @classmethod
+    def merge(cls, parts: list[TokenMeans]) -> TokenMeans:
+        """Those of several disjoint sets of tokens taken together."""
+        sums = {name: torch.stack([part.sums[name] for part in parts]).sum() for name in parts[0].sums}
+        return cls(torch.stack([part.tokens for part in parts]).sum(), sums)
+
+    def cpu(self) -> TokenMeans:
+        """The same, on the CPU."""
+        return TokenMeans(self.tokens.cpu(), {name: value.cpu() for name, value in self.sums.items()})
+
+    def as_dict(self) -> dict[str, float]:
+        """Means by name; 0 where there were no tokens."""
+        return {name: float(value / self.tokens.clamp(min=1)) for name, value in self.sums.items()}
+
+
+@dataclass(frozen=True)
+class LossAndMeans:
+    """An `ObjectiveLoss` with the simplest statistics."""
+
+    loss: Tensor
+    stats: TokenMeans
+
+
 class Setting(NamedTuple):
     """One setting of the `[method]` section."""
 
@@ -96,6 +128,8 @@ class Objective(ABC):
     title: ClassVar[str]
     formula: ClassVar[str]
     source: ClassVar[str]
+    metrics: ClassVar[str] = "objective"
+    """Names of its statistics in `metrics.jsonl` begin with this."""
 
     weights: str = setting("uniform", "weight rule: see `iwopd methods`")
     params: Mapping[str, Any] = field(

@@ -25,6 +25,7 @@ class PolicyGradient(Objective):
     title: ClassVar[str] = "Policy gradient on the sampled token"
     formula: ClassVar[str] = "mean of -min(eta * w A, clip(eta, 1 - clip, 1 + clip) * w A),  eta = exp(lp - lp_0)"
     source: ClassVar[str] = "Eq. 67 (Appendix, Algorithm), with dual clip"
+    metrics: ClassVar[str] = "policy"
 
     advantage: str = setting("opd", "what A is: see `iwopd methods`")
     advantage_params: Mapping[str, Any] = field(default_factory=dict)
