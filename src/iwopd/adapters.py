@@ -129,10 +129,7 @@ def quantization(lora: Lora) -> Any:
     if lora.quantize == "8bit":
         return build(load_in_8bit=True)
     return build(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
     )
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import platformdirs
 
-from iwopd.eval.code import FLOAT_ATOL, CodeOutcome, Judge, close, in_parallel, is_floats, same
+from iwopd.eval.code import FLOAT_ATOL, CodeOutcome, Judge, check_all, close, is_floats, same
 from iwopd.eval.evalplus_problems import CodeDataError, CodeProblem
 from iwopd.eval.sandbox import probe, wire
 from iwopd.eval.sandbox.run import Digest, Job, Report, run
@@ -181,7 +181,7 @@ def check_solutions(
     def check(solution: tuple[CodeProblem, str]) -> CodeVerdict:
         return check_solution(*solution, as_published=as_published, unsafe=unsafe, backend=backend)
 
-    return in_parallel(check, solutions, workers, progress)
+    return check_all(check, solutions, workers, progress)
 
 
 class _Right:

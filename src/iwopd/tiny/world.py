@@ -125,10 +125,7 @@ def _clean(teacher: str, student: str, lineage: int) -> WorldRecipe:
     taught = (Stage({"strong": 900, "weak": 600}[teacher], 6, right=1.0),)
     # The student first learns either order on whole solutions, then mixes them line by line: mixing from the start is
     # learnt badly (wrong operands). It is sure of lines with three operands, so its mistakes come early.
-    learnt = (
-        Stage(800, 6, right=0.2),
-        Stage(300, 6, right=0.2, unit="line", sure=3, learning_rate=1.5e-3, schedule="cosine"),
-    )
+    learnt = (Stage(800, 6, right=0.2), Stage(300, 6, right=0.2, unit="line", sure=3, learning_rate=1.5e-3, schedule="cosine"))
     return _recipe("clean", 6, teacher, taught, student, learnt, lineage)
 
 
@@ -146,13 +143,7 @@ WORLDS: Mapping[str, Callable[[str, str, int], WorldRecipe]] = {"clean": _clean,
 
 
 def _recipe(
-    name: str,
-    operands: int,
-    teacher: str,
-    taught: tuple[Stage, ...],
-    student: str,
-    learnt: tuple[Stage, ...],
-    lineage: int,
+    name: str, operands: int, teacher: str, taught: tuple[Stage, ...], student: str, learnt: tuple[Stage, ...], lineage: int
 ) -> WorldRecipe:
     return WorldRecipe(
         name=name,
