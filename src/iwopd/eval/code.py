@@ -93,10 +93,7 @@ def check_code_many(
 
 
 def check_all(
-    check: Callable[[_Item], _Result],
-    items: Sequence[_Item],
-    workers: int | None,
-    progress: Callable[[int, int], None] | None,
+    check: Callable[[_Item], _Result], items: Sequence[_Item], workers: int | None, progress: Callable[[int, int], None] | None
 ) -> list[_Result]:
     """The results in order. `progress(done, total)` is called after each."""
     results = {}
