@@ -75,10 +75,8 @@ def code_task(spec: TaskSpec, opening: Opening) -> Task:
     problems = {problem.id: problem for problem in load_problems(problem_file(spec, opening.data))}
 
     def judge(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
-        jobs = []
-        for prompt, text in zip(prompts, texts, strict=True):
-            problem = problems[prompt.id]
-            jobs.append((problem, extract_code(text, problem.entry_point)))
+        asked = [problems[prompt.id] for prompt in prompts]
+        jobs = [(problem, extract_code(text, problem.entry_point)) for problem, text in zip(asked, texts, strict=True)]
         verdicts = []
         for outcome in check_solutions(jobs, unsafe=opening.unsafe):
             both = outcome.base if outcome.base.status != "pass" else outcome.plus

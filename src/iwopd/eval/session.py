@@ -21,6 +21,7 @@ from iwopd.rollout.engine import ENGINES, LOCAL, EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.stages import StageListener
+from iwopd.types import Prompt, Rollout
 
 CHUNK_ROLLOUTS = 256
 """Rollouts that are sampled and checked before they are written; a crash can lose this many."""
@@ -68,8 +69,7 @@ class Request:
                 f"--top-p is {self.top_p} and --top-k {self.top_k}, which the engine {self.engine.name!r} does not take: leave "
                 "them out, or use --engine local"
             )
-        unused = sorted(set(self.data or {}) - set(self.tasks))
-        if unused:
+        if unused := sorted(set(self.data or {}) - set(self.tasks)):
             raise RequestError(f"--data names {unused[0]!r}, which is not among the tasks {', '.join(self.tasks)}")
 
 
@@ -77,19 +77,10 @@ def run_evaluation(request: Request, out: Path, progress: StageListener) -> dict
     """Evaluate and return the results of every task, as in `eval.json`."""
     specs = [find_task(name) for name in request.tasks]  # wrong names are found before a model is loaded
     tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
+    opening = {"limit": request.limit, "thinking": request.thinking, "chat": request.chat, "unsafe": request.unsafe}
+    data = request.data or {}
     tasks = [
-        _as_asked(
-            load_task(
-                spec,
-                tokenizer,
-                data=(request.data or {}).get(name),
-                limit=request.limit,
-                thinking=request.thinking,
-                chat=request.chat,
-                unsafe=request.unsafe,
-            ),
-            request,
-        )
+        _as_asked(load_task(spec, tokenizer, data=data.get(name), **opening), request)
         for name, spec in zip(request.tasks, specs, strict=True)
     ]
     folder = EvaluationFolder(out, _about(request))
@@ -106,6 +97,11 @@ def run_task(
     task: Task, sampler: Sampler, tokenizer: Any, folder: EvaluationFolder, seed: int, progress: StageListener
 ) -> dict[str, Any]:
     """Sample and check the missing samples of a task, chunk by chunk."""
+
+    def sample(prompts: Sequence[Prompt]) -> list[Rollout]:
+        # The noise depends on seed, problem, sample and position alone: the same for every model, chunk and re-run.
+        return sampler.sample(prompts, seed=seed, step=0, samples=task.samples)
+
     began = time.perf_counter()
     done = folder.samples(task)
     waiting = [p for p in task.prompts if any((p.id, sample) not in done for sample in range(task.samples))]
@@ -113,13 +109,7 @@ def run_task(
     size = max(1, CHUNK_ROLLOUTS // task.samples)
     for start in range(0, len(waiting), size):
         chunk = replace(task, prompts=waiting[start : start + size])
-        # The noise depends on seed, problem, sample and position alone: the same for every model, chunk and re-run.
-        evaluation = evaluate(
-            chunk,
-            lambda prompts: sampler.sample(prompts, seed=seed, step=0, samples=task.samples),
-            tokenizer,
-            samples=task.samples,
-        )
+        evaluation = evaluate(chunk, sample, tokenizer, samples=task.samples)
         folder.add(task, evaluation, done)
         progress.advance(len(evaluation.rollouts), sum(len(rollout) for rollout in evaluation.rollouts))
     return folder.finish(task, task.samples, time.perf_counter() - began)
@@ -159,22 +149,9 @@ def _student(request: Request, tokenizer: Any, tasks: Sequence[Task]) -> tuple[S
 
 
 def _about(request: Request) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "max_tokens": request.max_tokens,
-        "seed": request.seed,
-        "thinking": request.thinking,
-        "chat": request.chat,
-        "dtype": request.dtype,
-        "engine": request.engine.name,
-    }
+    recorded = ("temperature", "top_p", "top_k", "max_tokens", "seed", "thinking", "chat", "dtype")
+    settings = {name: getattr(request, name) for name in recorded} | {"engine": request.engine.name}
     if options := outcome_settings(request.engine.settings):
         settings["engine_options"] = options
-    return {
-        "model": request.model,
-        "weights": weights_fingerprint(request.model),
-        **(request.label or {}),
-        "settings": settings,
-    }
+    weights = weights_fingerprint(request.model)
+    return {"model": request.model, "weights": weights, **(request.label or {}), "settings": settings}
