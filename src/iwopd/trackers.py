@@ -65,17 +65,14 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases, and trackio, which offers the same three calls."""
-
-    package = "wandb"
+    """Weights & Biases. Its files belong to the run, not to wherever the command was started."""
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
-        self.library = _need(self.package, self.package)
-        self.library.init(project=project, name=folder.name, config=dict(settings), **self._place(folder))
+        self._open("wandb", folder, project, settings, dir=str(folder))
 
-    def _place(self, folder: Path) -> dict[str, Any]:
-        """Its files belong to the run, not to wherever the command was started."""
-        return {"dir": str(folder)}
+    def _open(self, package: str, folder: Path, project: str, settings: Mapping[str, Any], **place: str) -> None:
+        self.library = _need(package, package)
+        self.library.init(project=project, name=folder.name, config=dict(settings), **place)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.library.log(dict(values), step=step)
@@ -85,10 +82,10 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    package = "trackio"
+    """trackio offers the same three calls, and keeps one database for all runs, in `TRACKIO_DIR`."""
 
-    def _place(self, folder: Path) -> dict[str, Any]:
-        return {}  # one database for all runs, in `TRACKIO_DIR`
+    def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
+        self._open("trackio", folder, project, settings)
 
 
 TRACKERS.add("tensorboard", TensorBoard)

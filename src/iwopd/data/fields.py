@@ -17,7 +17,12 @@ class DataError(UserError, ValueError):
 
 
 OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
-    **{">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt},
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
     "in": lambda value, many: value in many,
 }
 

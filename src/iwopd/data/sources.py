@@ -67,7 +67,7 @@ class Release:
         draft = path.with_name(f"{name}.{os.getpid()}.part")
         try:
             with urllib.request.urlopen(self.url, timeout=60) as response, draft.open("wb") as file:
-                shutil.copyfileobj(gzip.open(response) if self.url.endswith(".gz") else response, file)
+                shutil.copyfileobj(gzip.GzipFile(fileobj=response) if self.url.endswith(".gz") else response, file)
             draft.replace(path)
         except (OSError, EOFError) as error:
             raise SourceError(f"cannot get {self.url} ({error}); {REMEDY}") from None

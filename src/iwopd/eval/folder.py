@@ -1,7 +1,8 @@
 """The folder of an evaluation: every sample as it is finished, then the results. A re-run continues it.
 
 eval.json              model, settings, and the results of finished tasks
-samples-<task>.jsonl   one object per sample: id, sample, prompt (hash), text, status, score, answer, detail, tokens, stop_reason
+samples-<task>.jsonl   one object per sample: id, sample, prompt (hash), text, status, score, answer, detail, tokens,
+                       stop_reason
 """
 
 from __future__ import annotations

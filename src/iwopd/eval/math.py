@@ -2,8 +2,7 @@ r"""Is the boxed answer of a completion equal to the gold answer?
 
     check_math(r"... so it is \boxed{\frac{1}{2}}.", "0.5").status    # "correct"
 
-The last box is taken (`boxed.py`) and compared with the gold by math-verify in a worker process (`workers.py`,
-`math_worker.py`). A status is one of
+The last box is taken (`boxed.py`) and compared with the gold by math-verify in a worker process (`workers.py`). A status is
 
 - `correct`;
 - `wrong`: both were parsed, and they differ;

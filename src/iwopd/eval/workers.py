@@ -79,6 +79,12 @@ class WorkerPool:
         self._reset()
         _pools.add(self)
 
+    def _reset(self) -> None:
+        """Start without workers; at most `size` threads hold a slot and so a worker."""
+        self._free: list[_Worker] = []
+        self._taken: set[_Worker] = set()
+        self._lock, self._slots = threading.Lock(), threading.Semaphore(self.size)
+
     def check(self, answer: str, gold: str, timeout: float) -> Verdict:
         """Compare. Waiting for a free worker does not count towards the timeout."""
         verdict, innocent = self._try(answer, gold, timeout)
@@ -163,12 +169,6 @@ class WorkerPool:
         worker.end()
         with self._lock:
             self._taken.discard(worker)
-
-    def _reset(self) -> None:
-        """Start without workers; at most `size` threads hold a slot and so a worker."""
-        self._free: list[_Worker] = []
-        self._taken: set[_Worker] = set()
-        self._lock, self._slots = threading.Lock(), threading.Semaphore(self.size)
 
     def _abandon(self) -> None:
         """In a forked child: the workers belong to the parent. Close our copies of their pipes."""

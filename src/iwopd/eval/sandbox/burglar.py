@@ -22,8 +22,8 @@ def burgle(canary: str, port: int, parent: int, variables: list[str]) -> list[st
         "opened a system setting": lambda: _opened("/proc/sys/kernel/hostname", os.O_WRONLY),
         "called the network": lambda: socket.create_connection(("127.0.0.1", port), 1.0),
         "made a socket": lambda: socket.socket(socket.AF_UNIX),
-        "signalled the parent": lambda: os.kill(parent, 0) is None,
-        "signalled everyone": lambda: os.kill(-1, 0) is None,
+        "signalled the parent": lambda: _signalled(parent),
+        "signalled everyone": lambda: _signalled(-1),
         "read the environment": lambda: any(name in os.environ for name in variables),
         "executed a program": lambda: ctypes.CDLL(None).access(b"/bin/sh", 1) == 0 and _executed(),
         "made a process": _forked,
@@ -44,6 +44,11 @@ def _opened(path: str, flags: int) -> bool:
 def _made(path: str) -> bool:
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     os.unlink(path)  # noqa: PTH108 - clean up, even if the sandbox failed
+    return True
+
+
+def _signalled(process: int) -> bool:
+    os.kill(process, 0)
     return True
 
 
