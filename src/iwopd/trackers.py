@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from iwopd.errors import ConfigError
 from iwopd.registry import Registry
@@ -38,8 +38,7 @@ OpenTracker = Callable[[Path, str, Mapping[str, Any]], TrackerBackend]
 def _adopt(name: str, loaded: Any, where: str) -> OpenTracker:
     if not callable(loaded):
         raise TypeError(f"must be a class or function (folder, project, settings) -> tracker, got {loaded!r}")
-    opener: OpenTracker = loaded
-    return opener
+    return cast(OpenTracker, loaded)
 
 
 TRACKERS: Registry[OpenTracker] = Registry("tracker", "iwopd.trackers", _adopt)

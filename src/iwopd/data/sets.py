@@ -1,7 +1,7 @@
 """Sets of training prompts: any JSONL or parquet files with a field mapping, and the paper's two by name.
 
-Each record is filtered, rendered with the tokenizer's chat template (thinking off), and left out if it has
-too many tokens or, with `unique`, occurred before. Nothing is truncated, everything left out is counted.
+Each record is filtered, rendered with the tokenizer's chat template (thinking off), and left out if it has too many tokens or,
+with `unique`, occurred before. Nothing is truncated, everything left out is counted.
 """
 
 from __future__ import annotations
@@ -141,9 +141,8 @@ def load_set(chosen: PromptSet, tokenizer: Any, max_tokens: int) -> LoadedPrompt
             texts.add(prompt.token_ids)
             prompts.append(prompt)
     if not prompts:
-        why = f"all {too_long} are longer than {max_tokens} tokens" if too_long else "it has no lines"
-        if filtered and not too_long:
-            why = f"none of {filtered} records meets {chosen.filter!r}"
+        none_meets = f"none of {filtered} records meets {chosen.filter!r}" if filtered else "it has no lines"
+        why = f"all {too_long} are longer than {max_tokens} tokens" if too_long else none_meets
         raise DataError(f"{chosen.source} has no usable prompts: {why}")
     return LoadedPrompts(prompts, too_long, filtered, duplicates, chosen.name)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from iwopd import tiny
 from iwopd.eval.math import check_math_many
@@ -32,8 +32,7 @@ class OwnProblems:
 def _adopt(name: str, loaded: Any, where: str) -> Checker | OwnProblems:
     if not (isinstance(loaded, OwnProblems) or callable(loaded)):
         raise TypeError(f"must be a function (prompts, texts) -> verdicts, or OwnProblems; got {loaded!r}")
-    checker: Checker | OwnProblems = loaded
-    return checker
+    return cast(Checker | OwnProblems, loaded)
 
 
 CHECKERS: Registry[Checker | OwnProblems] = Registry("checker", "iwopd.checkers", _adopt)

@@ -56,12 +56,9 @@ class Request:
     """`method`, `student` and `train_seed`, for tables."""
 
     def __post_init__(self) -> None:
-        if self.samples is not None and self.samples < 1:
-            raise RequestError(f"--samples must be at least 1, got {self.samples}")
-        if self.temperature is not None and self.temperature < 0:
-            raise RequestError(f"--temperature must be at least 0 (0 is greedy), got {self.temperature}")
-        if self.limit is not None and self.limit < 1:
-            raise RequestError(f"--limit must be at least 1, got {self.limit}")
+        for name, least, hint in (("samples", 1, ""), ("temperature", 0, " (0 is greedy)"), ("limit", 1, "")):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise RequestError(f"--{name} must be at least {least}{hint}, got {value}")
         if not self.tasks:
             raise RequestError("no task is named; see `iwopd eval --help`")
         if (self.top_p < 1 or self.top_k) and not ENGINES[self.engine.name].restricts:
@@ -117,9 +114,7 @@ def run_task(
 
 def _as_asked(task: Task, request: Request) -> Task:
     temperature = task.temperature if request.temperature is None else request.temperature
-    samples = task.samples if request.samples is None else request.samples
-    if temperature == 0:
-        samples = 1  # greedy answers are all the same
+    samples = 1 if temperature == 0 else request.samples or task.samples  # greedy answers are all the same
     return replace(task, samples=samples, temperature=temperature, max_tokens=request.max_tokens or task.max_tokens)
 
 
