@@ -46,8 +46,7 @@ def add_adapter(model: Any, lora: Lora) -> None:
     adapter.base_model_name_or_path = str(base.absolute()) if base.is_dir() else model.name_or_path
     adapter.target_modules = sorted(adapter.target_modules)  # a set's order would change the file from run to run
     adapter.inference_mode = True  # for loading the saved adapter; here the layers are already in training mode
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if is_adapter_layer(head) or is_adapter_layer(embedding):
+    if is_adapter_layer(model.get_output_embeddings()) or is_adapter_layer(model.get_input_embeddings()):
         raise ModelError(
             f"lora.targets {lora.targets} names the output matrix or the embedding, which the fused head uses "
             "as it is: leave it out"
@@ -129,10 +128,7 @@ def quantization(lora: Lora) -> Any:
     if lora.quantize == "8bit":
         return build(load_in_8bit=True)
     return build(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
     )
 
 

@@ -16,9 +16,6 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-# --- writing --------------------------------------------------------------------------------------------------------
-
-
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file's content atomically and sync it: a crash leaves the old content or the new, never a part.
 
@@ -69,9 +66,6 @@ def first_free(path: Path) -> Path:
     return candidate
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
-
-
 def sha256(path: Path) -> str:
     """Checksum of a file's content, in hexadecimal."""
     with path.open("rb") as file:
@@ -80,9 +74,6 @@ def sha256(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-# --- other processes ------------------------------------------------------------------------------------------------
 
 
 @contextmanager

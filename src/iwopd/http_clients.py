@@ -35,7 +35,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def key_headers(variable: str | None, *, error: type[Exception]) -> dict[str, str]:
-    """Headers with the key from the environment, read anew for every conversation and kept nowhere."""
+    """Headers with the key from the environment, read again for every conversation and kept nowhere."""
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
     if variable is None:
         return headers

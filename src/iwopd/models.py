@@ -162,8 +162,7 @@ def _special_tokens_of_gguf(tokenizer: Any, source: ModelSource) -> None:
     path = cached_file(source.path, str(source.gguf_file), revision=source.options.get("revision"))
     fields = GGUFReader(str(path)).fields
     for name, key in (("eos_token", "eos"), ("bos_token", "bos"), ("pad_token", "padding")):
-        field = fields.get(f"tokenizer.ggml.{key}_token_id")
-        if field is not None:
+        if (field := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(field.contents())))
 
 
@@ -185,12 +184,11 @@ def _quiet() -> Iterator[None]:
 
 def _why(source: ModelSource, error: Exception) -> str:
     """A better reason: for a missing path, transformers complains about the form of a hub id."""
-    path = source.path
-    is_path = path.startswith(("/", ".", "~")) or path.count("/") > 1
-    if is_path and not Path(path).exists():
+    path, file = source.path, source.gguf_file
+    if (path.startswith(("/", ".", "~")) or path.count("/") > 1) and not Path(path).exists():
         return "there is no such folder"
-    if source.gguf_file is not None and source.is_local and not (Path(path) / source.gguf_file).is_file():
+    if file is not None and source.is_local and not (Path(path) / file).is_file():
         return "there is no such GGUF file"
-    if source.gguf_file is not None and isinstance(error, ImportError):
+    if file is not None and isinstance(error, ImportError):
         return "GGUF files need the package gguf: pip install 'iwopd[gguf]'"
     return str(error)

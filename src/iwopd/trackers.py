@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from iwopd.errors import ConfigError
 from iwopd.registry import Registry
@@ -38,8 +38,7 @@ OpenTracker = Callable[[Path, str, Mapping[str, Any]], TrackerBackend]
 def _adopt(name: str, loaded: Any, where: str) -> OpenTracker:
     if not callable(loaded):
         raise TypeError(f"must be a class or function (folder, project, settings) -> tracker, got {loaded!r}")
-    opener: OpenTracker = loaded
-    return opener
+    return cast(OpenTracker, loaded)
 
 
 TRACKERS: Registry[OpenTracker] = Registry("tracker", "iwopd.trackers", _adopt)
@@ -67,17 +66,14 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases, and trackio, which offers the same three calls."""
-
-    package = "wandb"
+    """Weights & Biases. Its files belong to the run, not to wherever the command was started."""
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
-        self.library = _need(self.package, self.package)
-        self.library.init(project=project, name=folder.name, config=dict(settings), **self._place(folder))
+        self._open("wandb", folder, project, settings, dir=str(folder))
 
-    def _place(self, folder: Path) -> dict[str, Any]:
-        """Its files belong to the run, not to wherever the command was started."""
-        return {"dir": str(folder)}
+    def _open(self, package: str, folder: Path, project: str, settings: Mapping[str, Any], **place: str) -> None:
+        self.library = _need(package, package)
+        self.library.init(project=project, name=folder.name, config=dict(settings), **place)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.library.log(dict(values), step=step)
@@ -87,10 +83,10 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    package = "trackio"
+    """trackio offers the same three calls, and keeps one database for all runs, in `TRACKIO_DIR`."""
 
-    def _place(self, folder: Path) -> dict[str, Any]:
-        return {}  # one database for all runs, in `TRACKIO_DIR`
+    def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
+        self._open("trackio", folder, project, settings)
 
 
 TRACKERS.add("tensorboard", TensorBoard)

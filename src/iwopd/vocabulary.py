@@ -21,11 +21,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def token_bytes(tokenizer: Any) -> dict[int, bytes]:
     """The bytes of every id; for a special token those of its name."""
     kind = _decoder(tokenizer)
-    added = {int(i): str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
-    table = {}
-    for token, number in tokenizer.get_vocab().items():
-        table[int(number)] = token.encode() if number in added else _plain_bytes(token, kind)
-    return table
+    added = set(map(int, getattr(tokenizer, "added_tokens_decoder", {})))
+    vocabulary = tokenizer.get_vocab().items()
+    return {int(i): token.encode() if i in added else _plain_bytes(token, kind) for token, i in vocabulary}
 
 
 @dataclass(frozen=True)

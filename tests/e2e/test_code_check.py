@@ -18,11 +18,12 @@ import pytest
 
 import debian
 from iwopd.commands import check_code as command
+from iwopd.data.sources import SourceError
 from iwopd.errors import UserError
 from iwopd.eval import evalplus
 from iwopd.eval.code import CodeJob, SandboxError, check_code, check_code_many
 from iwopd.eval.evalplus import check_solution, check_solutions, expected_outputs
-from iwopd.eval.evalplus_problems import CodeDataError, CodeProblem, load_problems
+from iwopd.eval.evalplus_problems import CodeProblem, load_problems
 from iwopd.eval.sandbox import bubblewrap, landlock, probe
 from iwopd.eval.sandbox.backends import Backend
 from shared_data import shared
@@ -297,7 +298,7 @@ def test_expected_outputs_are_cached_as_plain_data(tmp_path: Path, monkeypatch: 
 
 def test_a_canonical_solution_that_fails_is_named(tmp_path: Path) -> None:
     broken = CodeProblem("HumanEval/998", "", "f", "def f(x):\n    return 1 / x\n", [[1], [0]], [], 0.0)
-    with pytest.raises(CodeDataError, match=r"HumanEval/998.*ZeroDivisionError"):
+    with pytest.raises(SourceError, match=r"HumanEval/998.*ZeroDivisionError"):
         expected_outputs(broken, cache=tmp_path)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from iwopd.data.sources import SourceError
 from iwopd.eval.code import close, is_floats, same
 from iwopd.eval.evalplus import _Right, extract_code
-from iwopd.eval.evalplus_problems import CodeDataError, CodeProblem, load_problems
+from iwopd.eval.evalplus_problems import CodeProblem, load_problems
 from iwopd.eval.sandbox import wire
 from iwopd.eval.sandbox.run import Digest
 
@@ -70,8 +71,8 @@ def test_inputs_get_the_types_that_json_lost(tmp_path: Path, task: int, given: A
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ("{", r"line 1: not JSON"),
-        ("[]", "expected an object, found list"),
+        ("{", r"line 1 is not JSON"),
+        ("[]", "expected an object, got list"),
         ({key: ROW[key] for key in ROW if key != "entry_point"}, "field 'entry_point' is missing"),
         (ROW | {"prompt": 3}, "field 'prompt' is a int"),
         (ROW | {"task_id": "Other/1"}, "'Other/1'"),
@@ -82,17 +83,17 @@ def test_inputs_get_the_types_that_json_lost(tmp_path: Path, task: int, given: A
     ],
 )
 def test_bad_files_are_named_with_line_and_field(tmp_path: Path, row: Any, why: str) -> None:
-    with pytest.raises(CodeDataError, match=why):
+    with pytest.raises(SourceError, match=why):
         load_problems(_file(tmp_path, row))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CodeDataError, match=r"no\.jsonl"):
+    with pytest.raises(SourceError, match=r"no\.jsonl"):
         load_problems(tmp_path / "no.jsonl")
 
 
 def test_the_line_of_a_bad_row_is_counted_in_the_file(tmp_path: Path) -> None:
-    with pytest.raises(CodeDataError, match="line 3"):
+    with pytest.raises(SourceError, match="line 3"):
         load_problems(_file(tmp_path, ROW, "", "oops"))
 
 

@@ -62,12 +62,12 @@ def _self_test(as_json: bool) -> int:
     from iwopd.eval.sandbox import probe
 
     findings = probe.findings()
-    used = next((finding.name for finding in findings if finding.problem is None), None)
+    used = next((name for name, problem in findings.items() if problem is None), None)
     if as_json:
-        print(json.dumps({"used": used, "problems": {finding.name: finding.problem for finding in findings}}))
+        print(json.dumps({"used": used, "problems": findings}))
     else:
-        for finding in findings:
-            print(f"{finding.name}: {finding.problem or 'holds' + (', and is used' if finding.name == used else '')}")
+        for name, problem in findings.items():
+            print(f"{name}: {problem or 'holds' + (', and is used' if name == used else '')}")
         if used is None:
             print("No sandbox works here: install bubblewrap, or use a Linux kernel from 5.13 on with Landlock.")
     return 0 if used else 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,7 @@ class PromptOrder:
             whose = f"{name!r} has" if name else "there are"
             raise DataError(f"{whose} {len(prompts)} training prompts, fewer than the {per_step} of one step")
         self.prompts = list(prompts)
-        self.per_step = per_step
-        self.seed = seed
-        self.name = name
+        self.per_step, self.seed, self.name = per_step, seed, name
 
     @property
     def steps_per_epoch(self) -> int:
@@ -56,11 +54,7 @@ class PromptOrder:
 
     def fingerprint(self) -> str:
         """Hash of all prompts in their given order: shows whether a resumed run has the same data."""
-        digest = hashlib.sha256()
-        for prompt in self.prompts:
-            about = (prompt.id, prompt.token_ids, *([prompt.teacher] if prompt.teacher else []))
-            digest.update(repr(about).encode())
-        return digest.hexdigest()[:16]
+        return _hash((prompt.id, prompt.token_ids, *([prompt.teacher] if prompt.teacher else [])) for prompt in self.prompts)
 
 
 class MixedOrder:
@@ -81,8 +75,7 @@ class MixedOrder:
         self.orders = [
             PromptOrder(loaded.prompts, count, seed, loaded.name) for (loaded, _), count in zip(sets, counts, strict=True)
         ]
-        self.per_step = per_step
-        self.seed = seed
+        self.per_step, self.seed = per_step, seed
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -96,10 +89,14 @@ class MixedOrder:
         return prompts
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for order in self.orders:
-            digest.update(repr((order.name, order.per_step, order.fingerprint())).encode())
-        return digest.hexdigest()[:16]
+        return _hash((order.name, order.per_step, order.fingerprint()) for order in self.orders)
+
+
+def _hash(items: Iterable[tuple[Any, ...]]) -> str:
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(repr(item).encode())
+    return digest.hexdigest()[:16]
 
 
 def share_out(total: int, weights: Sequence[float]) -> list[int]:

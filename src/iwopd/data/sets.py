@@ -1,7 +1,7 @@
 """Sets of training prompts: any JSONL or parquet files with a field mapping, and the paper's two by name.
 
-Each record is filtered, rendered with the tokenizer's chat template (thinking off), and left out if it has
-too many tokens or, with `unique`, occurred before. Nothing is truncated, everything left out is counted.
+Each record is filtered, rendered with the tokenizer's chat template (thinking off), and left out if it has too many tokens or,
+with `unique`, occurred before. Nothing is truncated, everything left out is counted.
 """
 
 from __future__ import annotations
@@ -92,38 +92,30 @@ class LoadedPrompts:
 
     def summary(self, max_tokens: int) -> str:
         """Counts of prompts kept and left out, in one line."""
-        left = [
-            f"{count} {why}"
-            for count, why in (
-                (self.filtered, "left out by its filter"),
-                (self.duplicates, "left out as duplicates"),
-                (self.too_long, f"left out with more than {max_tokens} tokens"),
-            )
-            if count
-        ]
-        return f"{self.name or 'data'}: {len(self.prompts)} prompts" + (f", {', '.join(left)}" if left else "")
+        reasons = {
+            "left out by its filter": self.filtered,
+            "left out as duplicates": self.duplicates,
+            f"left out with more than {max_tokens} tokens": self.too_long,
+        }
+        counts = [f"{len(self.prompts)} prompts", *(f"{count} {why}" for why, count in reasons.items() if count)]
+        return f"{self.name or 'data'}: {', '.join(counts)}"
 
 
 def prompt_set(source: str, **given: Any) -> PromptSet:
-    """A named set or the user's own; given fields override those of a named set."""
-    named = NAMED.get(source)
-    if named is not None:
-        return replace(_local(named), **given)
+    """A named set or the user's own; given fields override those of a named set.
+
+    A copy in the folder IWOPD_DATA is used instead of the hub: `deepmath.parquet` or `deepmath.jsonl`.
+    """
+    if (named := NAMED.get(source)) is not None:
+        copy = local_copy(f"{named.name}.parquet") or local_copy(f"{named.name}.jsonl")
+        place = {} if copy is None else {"source": str(copy.path), "files": None, "revision": None}
+        return replace(named, **{**place, **given})
     near = difflib.get_close_matches(source, NAMED, n=1, cutoff=0.75)
     if near and not Path(source).exists():
         raise DataError(f"unknown set {source!r}; did you mean {near[0]!r}? Others are files, folders or {HUB}org/name")
     stem = source.rstrip("/").rpartition("/")[2]
     name = stem if source.startswith(HUB) or Path(source).is_dir() else stem.rpartition(".")[0] or stem
     return PromptSet(source, **{"name": name, **given})
-
-
-def _local(named: PromptSet) -> PromptSet:
-    """A copy in the folder IWOPD_DATA is used instead of the hub: `deepmath.parquet` or `deepmath.jsonl`."""
-    for ending in ("parquet", "jsonl"):
-        copy = local_copy(f"{named.name}.{ending}")
-        if copy is not None:
-            return replace(named, source=str(copy.path), files=None, revision=None)
-    return named
 
 
 def load_set(chosen: PromptSet, tokenizer: Any, max_tokens: int) -> LoadedPrompts:
@@ -149,9 +141,8 @@ def load_set(chosen: PromptSet, tokenizer: Any, max_tokens: int) -> LoadedPrompt
             texts.add(prompt.token_ids)
             prompts.append(prompt)
     if not prompts:
-        why = f"all {too_long} are longer than {max_tokens} tokens" if too_long else "it has no lines"
-        if filtered and not too_long:
-            why = f"none of {filtered} records meets {chosen.filter!r}"
+        none_meets = f"none of {filtered} records meets {chosen.filter!r}" if filtered else "it has no lines"
+        why = f"all {too_long} are longer than {max_tokens} tokens" if too_long else none_meets
         raise DataError(f"{chosen.source} has no usable prompts: {why}")
     return LoadedPrompts(prompts, too_long, filtered, duplicates, chosen.name)
 

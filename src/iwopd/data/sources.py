@@ -58,9 +58,6 @@ class Release:
 
     url: str
 
-    def __str__(self) -> str:
-        return self.url
-
     def fetch(self) -> Path:
         name = self.url.rpartition("/")[2].removesuffix(".gz")
         path = Path(platformdirs.user_cache_dir("iwopd")) / "data" / name
@@ -70,11 +67,7 @@ class Release:
         draft = path.with_name(f"{name}.{os.getpid()}.part")
         try:
             with urllib.request.urlopen(self.url, timeout=60) as response, draft.open("wb") as file:
-                if self.url.endswith(".gz"):
-                    with gzip.open(response) as unpacked:
-                        shutil.copyfileobj(unpacked, file)
-                else:
-                    shutil.copyfileobj(response, file)
+                shutil.copyfileobj(gzip.GzipFile(fileobj=response) if self.url.endswith(".gz") else response, file)
             draft.replace(path)
         except (OSError, EOFError) as error:
             raise SourceError(f"cannot get {self.url} ({error}); {REMEDY}") from None
@@ -88,9 +81,6 @@ class Local:
     """A file on this machine."""
 
     path: Path
-
-    def __str__(self) -> str:
-        return str(self.path)
 
     def fetch(self) -> Path:
         if not self.path.is_file():

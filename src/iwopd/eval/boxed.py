@@ -2,9 +2,8 @@ r"""The answer of a completion: the last box outside of any thinking block.
 
 Rules:
 
-- Text in `<think>...</think>` does not count. A block that is never closed reaches to the end of
-  the text. A closing tag without an opening one (the chat template put the opening tag into the prompt) ends a block that
-  began before the text.
+- Text in `<think>...</think>` does not count. A block that is never closed reaches to the end of the text. A closing tag
+  without an opening one (it stands in the prompt) ends a block that began before the text.
 - Only the last box counts. Models box intermediate results, and a list of boxed guesses must not earn more than one guess.
 - A last box that is never closed is no answer, and the box before it is not used: the text was cut off while the model
   stated its answer, perhaps a new one. Using the earlier box would reward running into the length limit.
@@ -48,8 +47,7 @@ def last_boxed(text: str) -> Boxed:
             end = closing.get(position)
             cut = end is None
             if end is not None:
-                answer = visible[position + 1 : end]
-                position = end + 1
+                answer, position = visible[position + 1 : end], end + 1
         elif (token := _BARE_TOKEN.match(visible, position)) is not None and not _BARE_WORD.match(token.group()):
             answer, cut, position = token.group(), False, token.end()
     if cut:

@@ -14,7 +14,6 @@ or a `TaskSpec` (or a function that returns one) that an entry point in the grou
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -44,8 +43,8 @@ def _math(name: str, source: Source, local_name: str, **more: Any) -> TaskSpec:
     return TaskSpec(name, "math", source, local_name, suffix=MATH_SUFFIX, samples=32, **more)
 
 
-def _release(name: str, repo: str, version: str) -> Release:
-    return Release(f"https://github.com/evalplus/{repo}/releases/download/{version}/{name}.jsonl.gz")
+def _code(name: str, release: str, file: str) -> TaskSpec:
+    return TaskSpec(name, "code", Release(f"https://github.com/evalplus/{release}/{file}.gz"), file, temperature=0.0)
 
 
 for _spec in (
@@ -60,14 +59,8 @@ for _spec in (
         problem="question",
         answer_after="####",
     ),
-    TaskSpec(
-        "humaneval+",
-        "code",
-        _release("HumanEvalPlus", "humanevalplus_release", "v0.1.10"),
-        "HumanEvalPlus.jsonl",
-        temperature=0.0,
-    ),
-    TaskSpec("mbpp+", "code", _release("MbppPlus", "mbppplus_release", "v0.2.0"), "MbppPlus.jsonl", temperature=0.0),
+    _code("humaneval+", "humanevalplus_release/releases/download/v0.1.10", "HumanEvalPlus.jsonl"),
+    _code("mbpp+", "mbppplus_release/releases/download/v0.2.0", "MbppPlus.jsonl"),
     TaskSpec("tiny", "tiny"),
     TaskSpec("tiny-drift", "tiny", world="drift"),
 ):
@@ -103,12 +96,9 @@ def _from_toml(path: Path) -> TaskSpec:
         raise TaskError(f"cannot read the task file {path}: {error}") from None
     known = {field.name for field in fields(TaskSpec)} - {"source", "local_name", "world"}
     known |= {"file", "hub", "hub_file", "revision"}
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise TaskError(f"{path}: unknown key {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"{sorted(known)}"))
-    source = _toml_source(values, path)
-    spec = TaskSpec(str(values.pop("name", path.stem)), "math", source)
+    if unknown := [name for name in values if name not in known]:
+        raise TaskError(f"{path}: unknown key {unknown[0]!r}{suggestion(unknown[0], sorted(known))}")
+    spec = TaskSpec(str(values.pop("name", path.stem)), "math", _toml_source(values, path))
     for name, value in values.items():
         wanted = type(getattr(spec, name))
         if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
@@ -120,12 +110,11 @@ def _from_toml(path: Path) -> TaskSpec:
 
 
 def _toml_source(values: dict[str, Any], path: Path) -> Source | None:
-    file, repo, inside = values.pop("file", None), values.pop("hub", None), values.pop("hub_file", None)
-    revision = values.pop("revision", "main")
+    file, repo, inside, revision = (values.pop(name, None) for name in ("file", "hub", "hub_file", "revision"))
     if file is not None:
         return Local(path.parent / str(file))
     if repo is None:
         return None
     if inside is None:
         raise TaskError(f"{path}: with hub, hub_file must name the file in the repository")
-    return Hub(str(repo), str(inside), str(revision))
+    return Hub(str(repo), str(inside), str(revision or "main"))

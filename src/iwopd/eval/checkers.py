@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from iwopd import tiny
 from iwopd.eval.math import check_math_many
@@ -32,8 +32,7 @@ class OwnProblems:
 def _adopt(name: str, loaded: Any, where: str) -> Checker | OwnProblems:
     if not (isinstance(loaded, OwnProblems) or callable(loaded)):
         raise TypeError(f"must be a function (prompts, texts) -> verdicts, or OwnProblems; got {loaded!r}")
-    checker: Checker | OwnProblems = loaded
-    return checker
+    return cast(Checker | OwnProblems, loaded)
 
 
 CHECKERS: Registry[Checker | OwnProblems] = Registry("checker", "iwopd.checkers", _adopt)
@@ -75,10 +74,8 @@ def code_task(spec: TaskSpec, opening: Opening) -> Task:
     problems = {problem.id: problem for problem in load_problems(problem_file(spec, opening.data))}
 
     def judge(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
-        jobs = []
-        for prompt, text in zip(prompts, texts, strict=True):
-            problem = problems[prompt.id]
-            jobs.append((problem, extract_code(text, problem.entry_point)))
+        asked = [problems[prompt.id] for prompt in prompts]
+        jobs = [(problem, extract_code(text, problem.entry_point)) for problem, text in zip(asked, texts, strict=True)]
         verdicts = []
         for outcome in check_solutions(jobs, unsafe=opening.unsafe):
             both = outcome.base if outcome.base.status != "pass" else outcome.plus

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -13,6 +11,7 @@ import numpy as np
 
 from iwopd.eval.sandbox import probe, wire
 from iwopd.eval.sandbox.run import Digest, End, Job, Report, SandboxError, run
+from iwopd.eval.workers import in_parallel
 
 __all__ = ["CodeJob", "CodeOutcome", "SandboxError", "Status", "check_code", "check_code_many", "same"]
 
@@ -90,27 +89,19 @@ def check_code_many(
         named: dict[str, Any] = {"timeout": job.timeout, "atol": job.atol, "unsafe": unsafe, "backend": backend}
         return check_code(job.source, job.entry_point, job.tests, **named)
 
-    return in_parallel(check, jobs, workers, progress)
+    return check_all(check, jobs, workers, progress)
 
 
-def in_parallel(
-    work: Callable[[_Item], _Result],
-    items: Sequence[_Item],
-    workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+def check_all(
+    check: Callable[[_Item], _Result], items: Sequence[_Item], workers: int | None, progress: Callable[[int, int], None] | None
 ) -> list[_Result]:
-    """`work` on every item, in threads that each wait for a process. `progress(done, total)` is called after each."""
-    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            for done, future in enumerate(as_completed(futures), 1):
-                future.result()
-                if progress is not None:
-                    progress(done, len(items))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-        return [future.result() for future in futures]
+    """The results in order. `progress(done, total)` is called after each."""
+    results = {}
+    for place, result in in_parallel(check, items, workers):
+        results[place] = result
+        if progress is not None:
+            progress(len(results), len(items))
+    return [results[place] for place in range(len(items))]
 
 
 class Judge:

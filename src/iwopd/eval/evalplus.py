@@ -20,15 +20,16 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
-from iwopd.eval.code import FLOAT_ATOL, CodeOutcome, Judge, close, in_parallel, is_floats, same
-from iwopd.eval.evalplus_problems import CodeDataError, CodeProblem
+from iwopd.data.sources import SourceError
+from iwopd.eval.code import FLOAT_ATOL, CodeOutcome, Judge, check_all, close, is_floats, same
+from iwopd.eval.evalplus_problems import CodeProblem
 from iwopd.eval.sandbox import probe, wire
 from iwopd.eval.sandbox.run import Digest, Job, Report, run
 
@@ -68,8 +69,7 @@ def expected_outputs(
 ) -> tuple[Expected, Expected]:
     """For the base and the plus inputs; from the cache if this problem and this Python have been seen."""
     place = (cache or _cache_folder()) / f"{_fingerprint(problem)}.json"
-    kept = _from_cache(place, problem)
-    if kept is not None:
+    if (kept := _from_cache(place, problem)) is not None:
         return kept
     made = tuple(_run_canonical(problem, inputs, unsafe, backend) for inputs in (problem.base_input, problem.plus_input))
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -98,13 +98,12 @@ def _run_canonical(problem: CodeProblem, inputs: list[Any], unsafe: bool, backen
         reports.append(report)
         return report.error is None
 
-    arguments = [wire.encode_plain(item) for item in inputs]
-    limits = [_CANONICAL_SECONDS] * len(inputs)
+    arguments, limits = [wire.encode_plain(item) for item in inputs], [_CANONICAL_SECONDS] * len(inputs)
     job = Job(problem.reference, problem.entry_point, arguments, limits, _CANONICAL_SECONDS)
     end = run(job, probe.choose(unsafe=unsafe, name=backend), receive)
     if end.status != "complete":
         reason = end.detail or (reports[-1].error if reports else end.status)
-        raise CodeDataError(f"{problem.id}: the canonical solution gives no expected outputs: {reason}")
+        raise SourceError(f"{problem.id}: the canonical solution gives no expected outputs: {reason}")
     outputs = [report.value for report in reports]
     if problem.dataset == "mbpp" and problem.entry_point in _NOT_NONE:
         outputs = [output is not None for output in outputs]
@@ -118,7 +117,7 @@ def _packed(part: Expected) -> dict[str, Any]:
 
 
 def _from_cache(place: Path, problem: CodeProblem) -> tuple[Expected, Expected] | None:
-    """None if there is nothing, or not what it should be: then it is made anew."""
+    """None if there is nothing, or not what it should be: then it is made again."""
     try:
         parts = [Expected(list(map(_unpacked, part["outputs"])), part["seconds"]) for part in json.loads(place.read_text())]
         if [len(part.outputs) for part in parts] == [len(problem.base_input), len(problem.plus_input)]:
@@ -172,16 +171,10 @@ def check_solutions(
     *,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    as_published: bool = False,
-    unsafe: bool = False,
-    backend: str | None = None,
+    **options: Any,
 ) -> list[CodeVerdict]:
-    """Verdicts in order, `workers` at a time."""
-
-    def check(solution: tuple[CodeProblem, str]) -> CodeVerdict:
-        return check_solution(*solution, as_published=as_published, unsafe=unsafe, backend=backend)
-
-    return in_parallel(check, solutions, workers, progress)
+    """Verdicts in order, `workers` at a time; `options` are those of `check_solution`."""
+    return check_all(lambda solution: check_solution(*solution, **options), solutions, workers, progress)
 
 
 class _Right:
@@ -243,15 +236,14 @@ def _digit_distance(first: Any, second: Any) -> int:
 def _same_set(result: Any, expected: Any) -> bool:
     """`set(result) == set(expected)`, without building a table of keys that the program chose (they could all collide)."""
     try:
-        wanted = set(expected)
-        found = {item for item in result if item in wanted or _raise(item)}
-    except (TypeError, LookupError):
+        wanted, found = set(expected), set()
+        for item in result:
+            if item not in wanted:
+                return False
+            found.add(item)
+    except TypeError:
         return False
     return found == wanted
-
-
-def _raise(item: Any) -> bool:
-    raise LookupError(item)
 
 
 def _is_number(value: Any) -> bool:
@@ -271,10 +263,5 @@ def extract_code(text: str, entry_point: str) -> str:
     """
     name = re.escape(entry_point)
     defines = re.compile(rf"^(?:async\s+def|def|class)\s+{name}\b|^{name}\s*=", re.MULTILINE)
-    return next((block for block in reversed(list(_blocks(text))) if defines.search(block)), text)
-
-
-def _blocks(text: str) -> Iterator[str]:
-    for language, block in _FENCE.findall(text):
-        if language.lower() in ("", "python", "python3", "py"):
-            yield block
+    blocks = [block for language, block in _FENCE.findall(text) if language.lower() in ("", "python", "python3", "py")]
+    return next((block for block in reversed(blocks) if defines.search(block)), text)

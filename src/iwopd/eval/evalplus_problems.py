@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from iwopd.errors import UserError
-
-
-class CodeDataError(UserError):
-    """A file of problems that cannot be used."""
+from iwopd.data.sources import SourceError, records
 
 
 @dataclass(frozen=True)
@@ -42,54 +37,39 @@ class CodeProblem:
 
 def load_problems(path: str | os.PathLike[str]) -> list[CodeProblem]:
     """The problems of a file in EvalPlus's format (`HumanEvalPlus.jsonl`, its `-Mini`, `MbppPlus.jsonl`)."""
-    file = Path(path)
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CodeDataError(f"cannot read the problems of {file}: {error}") from error
-    problems = [_problem(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    problems = [_problem(row, where) for where, row in records(Path(path))]
     if not problems:
-        raise CodeDataError(f"{file} holds no problems")
+        raise SourceError(f"{path} holds no problems")
     return problems
 
 
-def _problem(line: str, where: str) -> CodeProblem:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise CodeDataError(f"{where}: not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise CodeDataError(f"{where}: expected an object, found {type(row).__name__}")
+def _problem(row: Mapping[str, Any], where: str) -> CodeProblem:
     for field, kinds in _FIELDS.items():
         if field not in row:
-            raise CodeDataError(f"{where}: field {field!r} is missing")
+            raise SourceError(f"{where}: field {field!r} is missing")
         if not isinstance(row[field], kinds):
-            raise CodeDataError(f"{where}: field {field!r} is a {type(row[field]).__name__}, which it cannot be")
+            raise SourceError(f"{where}: field {field!r} is a {type(row[field]).__name__}, which it cannot be")
     task = row["task_id"]
     if not re.fullmatch(r"(HumanEval|Mbpp)/\d+", task):
-        raise CodeDataError(f"{where}: field 'task_id' is {task!r}, expected HumanEval/<number> or Mbpp/<number>")
+        raise SourceError(f"{where}: field 'task_id' is {task!r}, expected HumanEval/<number> or Mbpp/<number>")
     inputs = {}
     for field in ("base_input", "plus_input"):
         rows = row[field] or []  # an empty list was once written as {}
         if not isinstance(rows, list) or not all(isinstance(item, list) for item in rows):
-            raise CodeDataError(f"{where}: field {field!r} must be a list of lists of arguments")
+            raise SourceError(f"{where}: field {field!r} must be a list of lists of arguments")
         try:
             inputs[field] = [_typed(task, item) for item in rows]
         except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise CodeDataError(f"{where}: field {field!r} does not fit {task}: {error}") from None
+            raise SourceError(f"{where}: field {field!r} does not fit {task}: {error}") from None
     if not inputs["base_input"]:
-        raise CodeDataError(f"{where}: field 'base_input' is empty")
+        raise SourceError(f"{where}: field 'base_input' is empty")
     solution, atol = row["canonical_solution"], float(row["atol"])
     return CodeProblem(task, row["prompt"], row["entry_point"], solution, inputs["base_input"], inputs["plus_input"], atol)
 
 
 _FIELDS: dict[str, Any] = {
-    "task_id": str,
-    "prompt": str,
-    "entry_point": str,
-    "canonical_solution": str,
-    "base_input": (list, dict),
-    "plus_input": (list, dict),
+    **dict.fromkeys(("task_id", "prompt", "entry_point", "canonical_solution"), str),
+    **dict.fromkeys(("base_input", "plus_input"), (list, dict)),
     "atol": (int, float),
 }
 
@@ -97,20 +77,12 @@ _FIELDS: dict[str, Any] = {
 # JSON has no tuples, sets and complex numbers; MBPP's functions want them
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(value)
+def _as_is(value: Any) -> Any:
+    return value
 
 
 def _list_of_tuples(value: Any) -> Any:
     return [tuple(item) for item in value]
-
-
-def _tuple_of_tuples(value: Any) -> Any:
-    return tuple(tuple(item) for item in value)
-
-
-def _tuple_with_tuples(value: Any) -> Any:
-    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
 
 def _all_tuples(value: Any) -> Any:
@@ -121,26 +93,18 @@ def _sets(value: Any) -> Any:
     return [set(item) if isinstance(item, list) and item else {} for item in value]  # an empty one is a dict: so it was
 
 
-def _dict_of_tuples(value: Any) -> Any:
-    return {key: tuple(item) for key, item in value.items()}
-
-
-def _as_is(value: Any) -> Any:
-    return value
-
-
 # What each argument becomes; the last entry holds for all further arguments.
 _SHAPES: list[tuple[tuple[Callable[[Any], Any], ...], str]] = [
-    ((_tuples,), "2 116 132 143 222 261 273 394 399 421 424 429 470 560 579 596 616 630 726 740 744 809"),
+    ((tuple,), "2 116 132 143 222 261 273 394 399 421 424 429 470 560 579 596 616 630 726 740 744 809"),
     ((_list_of_tuples,), "63 64 70 94 120 237 272 299 400 409 417 438 473 614 780"),
     ((_list_of_tuples, _as_is), "75 413 444 753"),
-    ((_as_is, _tuples), "106 750"),
+    ((_as_is, tuple), "106 750"),
     ((_sets,), "115"),
     ((float, complex), "124"),
-    ((_tuples, _as_is), "250 307 405 446 617 720 763 808"),
-    ((_tuple_of_tuples,), "259 401 445"),
-    ((_tuple_with_tuples,), "278"),
-    ((_dict_of_tuples, _as_is), "722"),
+    ((tuple, _as_is), "250 307 405 446 617 720 763 808"),
+    ((lambda value: tuple(map(tuple, value)),), "259 401 445"),
+    ((lambda value: tuple(tuple(item) if isinstance(item, list) else item for item in value),), "278"),
+    ((lambda value: {key: tuple(item) for key, item in value.items()}, _as_is), "722"),
     ((complex,), "252"),
     ((_all_tuples,), "580 615 791"),
 ]

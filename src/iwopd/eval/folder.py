@@ -1,7 +1,8 @@
-"""The folder of an evaluation: every sample as it is finished, then the results. A re-run goes on where the last one ended.
+"""The folder of an evaluation: every sample as it is finished, then the results. A re-run continues it.
 
 eval.json              model, settings, and the results of finished tasks
-samples-<task>.jsonl   one object a sample: id, sample, prompt (hash), text, status, score, answer, detail, tokens, stop_reason
+samples-<task>.jsonl   one object per sample: id, sample, prompt (hash), text, status, score, answer, detail, tokens,
+                       stop_reason
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import iwopd
 from iwopd.errors import UserError
 from iwopd.eval.runner import Evaluation
-from iwopd.eval.task import Task
+from iwopd.eval.task import Task, outcomes
 from iwopd.filesystem import write_atomic
 from iwopd.runs.evaluations import EVAL_FORMAT, read_eval
 from iwopd.runs.logs import json_lines
@@ -24,11 +26,11 @@ from iwopd.types import Prompt
 
 
 class EvaluationError(UserError, RuntimeError):
-    """An evaluation that cannot go on as asked, with the way out."""
+    """An evaluation that cannot continue as asked, and the remedy."""
 
 
 class EvaluationFolder:
-    """Owns one folder. `about` says what is evaluated: equal for every run that goes on in it."""
+    """Owns one folder. `about` says what is evaluated: equal for every run that continues it."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
@@ -54,7 +56,7 @@ class EvaluationFolder:
         self.record["tasks"] = old.get("tasks", {})
 
     def samples(self, task: Task) -> dict[tuple[str, int], dict[str, Any]]:
-        """Finished samples by (problem, number); a last line that was cut off by a crash is left out, and cut off for good."""
+        """Finished samples by (problem, number); a last line that a crash cut off is removed from the file."""
         path = self._samples_path(task)
         if not path.exists():
             return {}
@@ -84,19 +86,9 @@ class EvaluationFolder:
         for rollout, text, verdict in zip(evaluation.rollouts, evaluation.texts, evaluation.verdicts, strict=True):
             if (rollout.prompt.id, rollout.sample) in done:
                 continue
-            record = {
-                "id": rollout.prompt.id,
-                "prompt": prompt_hash(rollout.prompt),
-                "sample": rollout.sample,
-                "status": verdict.status,
-                "score": verdict.score,
-                "answer": verdict.answer,
-                "detail": verdict.detail,
-                "tokens": len(rollout),
-                "stop_reason": rollout.stop_reason,
-                "text": text,
-            }
-            lines.append(json.dumps(record) + "\n")
+            about = {"id": rollout.prompt.id, "prompt": prompt_hash(rollout.prompt), "sample": rollout.sample}
+            length = {"tokens": len(rollout), "stop_reason": rollout.stop_reason}
+            lines.append(json.dumps({**about, **asdict(verdict), **length, "text": text}) + "\n")
         try:
             with self._samples_path(task).open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
@@ -110,12 +102,11 @@ class EvaluationFolder:
         found = self.samples(task)
         rows = [[found[prompt.id, sample] for sample in range(samples)] for prompt in task.prompts]
         every = [record for row in rows for record in row]
-        statuses = sorted({record["status"] for record in every})
         result: dict[str, Any] = {
             "aggregate": task.aggregate,
             "problem_ids": [prompt.id for prompt in task.prompts],
             "scores": [[record["score"] for record in row] for row in rows],
-            "outcomes": {status: sum(record["status"] == status for record in every) for status in statuses},
+            "outcomes": outcomes(record["status"] for record in every),
             "truncated": sum(record["stop_reason"] == "length" for record in every),
             "mean_tokens": round(sum(record["tokens"] for record in every) / len(every), 1),
             "seconds": round(seconds, 1),

@@ -2,8 +2,7 @@ r"""Is the boxed answer of a completion equal to the gold answer?
 
     check_math(r"... so it is \boxed{\frac{1}{2}}.", "0.5").status    # "correct"
 
-The last box is taken (`boxed.py`) and compared with the gold by math-verify in a worker process (`workers.py`,
-`math_worker.py`). A status is one of
+The last box is taken (`boxed.py`) and compared with the gold by math-verify in a worker process (`workers.py`). A status is
 
 - `correct`;
 - `wrong`: both were parsed, and they differ;
@@ -15,9 +14,7 @@ The last two count as not right in an accuracy, but are not `wrong`; an evaluati
 
 from __future__ import annotations
 
-import queue
 import re
-import threading
 import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,7 +22,7 @@ from math import isfinite
 from typing import Literal, cast
 
 from iwopd.eval.boxed import last_boxed
-from iwopd.eval.workers import WorkerPool, shared_pool
+from iwopd.eval.workers import WorkerPool, in_parallel, shared_pool
 
 Status = Literal["correct", "wrong", "timeout", "unparsed"]
 
@@ -85,9 +82,10 @@ def check_math_many(
         progress(len(outcomes), len(texts))
     if waiting:
         pool = shared_pool() if workers is None else WorkerPool(workers)
+        asked = list(waiting)
         try:
-            for pair, outcome in _ask_many(pool, list(waiting), timeout):
-                outcomes.update(dict.fromkeys(waiting[pair], outcome))
+            for place, outcome in in_parallel(lambda pair: _ask(pool, *pair, timeout), asked, pool.size):
+                outcomes.update(dict.fromkeys(waiting[asked[place]], outcome))
                 if progress is not None:
                     progress(len(outcomes), len(texts))
         finally:
@@ -120,13 +118,9 @@ def _without_worker(text: str, gold: str) -> tuple[str, MathOutcome | None]:
     for whose, value in (("GOLD", gold), ("answer", answer)):
         if len(value) > LONGEST_ANSWER:
             return outcome("unparsed", f"the {whose} has {len(value)} characters; at most {LONGEST_ANSWER} are compared")
-        if (found := _unprintable(value)) is not None:
-            place, character = found
-            return outcome(
-                "unparsed",
-                f"the {whose} has the control character U+{ord(character):04X} at position {place}"
-                + _LOST_BACKSLASH.get(character, ""),
-            )
+        if (place := _unprintable(value)) is not None:
+            what = f"the control character U+{ord(value[place]):04X} at position {place}"
+            return outcome("unparsed", f"the {whose} has {what}{_LOST_BACKSLASH.get(value[place], '')}")
     return answer, None
 
 
@@ -144,12 +138,10 @@ def _integer(text: str) -> str | None:
     return ("-" if text.strip().startswith("-") and digits else "") + (digits or "0")
 
 
-def _unprintable(text: str) -> tuple[int, str] | None:
-    """The first lone surrogate, or control character other than white space."""
-    for place, character in enumerate(text):
-        if character not in "\t\n\r" and unicodedata.category(character) in ("Cc", "Cs"):
-            return place, character
-    return None
+def _unprintable(text: str) -> int | None:
+    """Where the first lone surrogate is, or control character other than white space."""
+    unwanted = (i for i, c in enumerate(text) if c not in "\t\n\r" and unicodedata.category(c) in ("Cc", "Cs"))
+    return next(unwanted, None)
 
 
 def _require_timeout(timeout: float) -> None:
@@ -160,37 +152,3 @@ def _require_timeout(timeout: float) -> None:
 def _ask(pool: WorkerPool, answer: str, gold: str, timeout: float) -> MathOutcome:
     status, detail = pool.check(answer, gold, timeout)
     return MathOutcome(cast(Status, status), answer, detail)
-
-
-def _ask_many(pool: WorkerPool, pairs: list[tuple[str, str]], timeout: float) -> Iterable[tuple[tuple[str, str], MathOutcome]]:
-    """Outcomes as they arrive. One thread per worker; they only wait for pipes."""
-    todo = iter(pairs)
-    todo_lock = threading.Lock()
-    done: queue.SimpleQueue[tuple[tuple[str, str], MathOutcome | BaseException]] = queue.SimpleQueue()
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            with todo_lock:
-                pair = next(todo, None)
-            if pair is None:
-                return
-            try:
-                done.put((pair, _ask(pool, *pair, timeout)))
-            except BaseException as error:  # the caller's thread raises it
-                done.put((pair, error))
-                return
-
-    threads = [threading.Thread(target=work, name=f"math-check-{i}", daemon=True) for i in range(min(pool.size, len(pairs)))]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in pairs:
-            pair, outcome = done.get()
-            if isinstance(outcome, BaseException):
-                raise outcome
-            yield pair, outcome
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()

@@ -11,6 +11,7 @@ prose is not used: the whole box is the answer, and a number extracted from an u
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -90,11 +91,9 @@ def read(latex: str) -> Reading:
     without_sign = _PERCENT.sub("", text.strip())
     percent = without_sign != text.strip()
     if _SIDE_BY_SIDE.fullmatch(without_sign.strip()):
-        # math-verify adds them (1 2 is 3).
-        raise UnreadableError("is numbers side by side, which could mean anything")
-    rules = NormalizationConfig(
-        basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="none", equations=False
-    )
+        raise UnreadableError("is numbers side by side, which could mean anything")  # math-verify adds them (1 2 is 3)
+    given = {"basic_latex": True, "units": True, "malformed_operators": True, "nits": True, "boxed": "none", "equations": False}
+    rules = NormalizationConfig(**given)
     try:
         value = parse_latex_cached(normalize_latex(without_sign, rules))
     except (MemoryError, RecursionError):
@@ -108,10 +107,9 @@ def read(latex: str) -> Reading:
 
 def _repeating_decimal(match: re.Match[str]) -> str:
     whole, fixed, period = match.groups()
-    scale = 10 ** len(fixed)
     nines = 10 ** len(period) - 1
     numerator = int((whole + fixed) or "0") * nines + int(period)
-    return rf"\frac{{{numerator}}}{{{scale * nines}}}"
+    return rf"\frac{{{numerator}}}{{{10 ** len(fixed) * nines}}}"
 
 
 # ---- comparing --------------------------------------------------------------------------------------------------------------
@@ -119,14 +117,13 @@ def _repeating_decimal(match: re.Match[str]) -> str:
 
 def judge(answer: str, gold: str) -> tuple[str, str]:
     """Status and reason."""
+    whose, hint = "GOLD", "; only an answer with the same letters would be correct"
     try:
         right = read(gold)
-    except UnreadableError as error:
-        return "unparsed", f"the GOLD {error}; only an answer with the same letters would be correct"
-    try:
+        whose, hint = "answer", ""
         given = read(answer)
     except UnreadableError as error:
-        return "unparsed", f"the answer {error}"
+        return "unparsed", f"the {whose} {error}{hint}"
     # A percent sign on one side only: either reading is accepted, 50 and 0.5. Gold answers to "what percent" come with and
     # without the sign, and a probability may be stated as a percentage. With a sign on both sides or none, values must agree.
     given_values = [given.value, given.value / 100] if given.percent and not right.percent else [given.value]
@@ -245,15 +242,13 @@ def serve() -> None:
 
     while (request := _receive(source)) is not None:
         _arm(source, request["timeout"])
-        exhausted = None
+        exhausted, status = None, "timeout"
         try:
             status, detail = judge(request["answer"], request["gold"])
         except MemoryError:
-            status, detail = "timeout", f"out of memory: the check needs more than {hello['memory'] >> 20} MiB"
-            exhausted = "memory"
+            exhausted, detail = "memory", f"out of memory: the check needs more than {hello['memory'] >> 20} MiB"
         except RecursionError:
-            status, detail = "timeout", "out of stack: the expression is nested too deeply"
-            exhausted = "stack"
+            exhausted, detail = "stack", "out of stack: the expression is nested too deeply"
         _disarm(source)
         _send(sink, {"id": request["id"], "status": status, "detail": detail, "exhausted": exhausted})
 
@@ -274,8 +269,6 @@ def _arm(source: int, timeout: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, timeout)
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + timeout) + 1)  # in case the timer is lost
-    import fcntl
-
     # The parent writes nothing during a check, so the only event on this pipe is its end: SIGIO, which terminates.
     fcntl.fcntl(source, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(source, fcntl.F_SETFL, fcntl.fcntl(source, fcntl.F_GETFL) | os.O_ASYNC)
@@ -286,8 +279,6 @@ def _arm(source: int, timeout: float) -> None:
 
 
 def _disarm(source: int) -> None:
-    import fcntl
-
     fcntl.fcntl(source, fcntl.F_SETFL, fcntl.fcntl(source, fcntl.F_GETFL) & ~os.O_ASYNC)
     signal.setitimer(signal.ITIMER_PROF, 0)
 

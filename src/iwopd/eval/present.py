@@ -21,28 +21,22 @@ def print_results(results: Mapping[str, Mapping[str, Any]], out: Path, *, as_jso
     table = Table(title="Accuracy in percent, 95 % intervals over problems", title_justify="left")
     for column in ("task", "problems", "protocol", "score", "outcomes", "cut off", "tokens"):
         table.add_column(column, justify="right" if column in ("problems", "score", "cut off", "tokens") else "left")
-    summary = {}
+    summary: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
         scores = torch.tensor(result["scores"], dtype=torch.float64)
         interval = bootstrap_interval(scores).times(100)
-        count = scores.numel()
-        statuses = ", ".join(f"{number} {status}" for status, number in result["outcomes"].items())
         table.add_row(
             Text(name),
             str(len(scores)),
             result["aggregate"],
             f"{interval:.1f}",
-            statuses,
-            f"{100 * result['truncated'] / count:.0f} %",
+            ", ".join(f"{number} {status}" for status, number in result["outcomes"].items()),
+            f"{100 * result['truncated'] / scores.numel():.0f} %",
             f"{result['mean_tokens']:.0f}",
         )
-        summary[name] = {
-            **{name: round(value, 2) for name, value in interval._asdict().items()},
-            "problems": len(scores),
-            "samples": scores.shape[1],
-            "outcomes": result["outcomes"],
-            "truncated": result["truncated"],
-        }
+        summary[name] = {key: round(value, 2) for key, value in interval._asdict().items()}
+        summary[name] |= {"problems": len(scores), "samples": scores.shape[1]}
+        summary[name] |= {key: result[key] for key in ("outcomes", "truncated")}
     console.print(table)
     console.print(Text(f"samples and results: {out}"))
     if as_json:

@@ -87,7 +87,7 @@ def answered_problems(spec: TaskSpec, opening: Opening) -> list[Prompt]:
             break
         text = _field(item, (spec.problem, "problem"), where)
         answer = _field(item, (spec.answer, "answer"), where)
-        if spec.answer_after and spec.answer_after in answer:
+        if spec.answer_after:
             answer = answer.rpartition(spec.answer_after)[2]
         if not text.strip() or not answer.strip():
             raise TaskError(f"{where}: {'the problem' if not text.strip() else 'the answer'} is empty")

@@ -21,6 +21,7 @@ from iwopd.rollout.engine import ENGINES, LOCAL, EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.stages import StageListener
+from iwopd.types import Prompt, Rollout
 
 CHUNK_ROLLOUTS = 256
 """Rollouts that are sampled and checked before they are written; a crash can lose this many."""
@@ -55,12 +56,9 @@ class Request:
     """`method`, `student` and `train_seed`, for tables."""
 
     def __post_init__(self) -> None:
-        if self.samples is not None and self.samples < 1:
-            raise RequestError(f"--samples must be at least 1, got {self.samples}")
-        if self.temperature is not None and self.temperature < 0:
-            raise RequestError(f"--temperature must be at least 0 (0 is greedy), got {self.temperature}")
-        if self.limit is not None and self.limit < 1:
-            raise RequestError(f"--limit must be at least 1, got {self.limit}")
+        for name, least, hint in (("samples", 1, ""), ("temperature", 0, " (0 is greedy)"), ("limit", 1, "")):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise RequestError(f"--{name} must be at least {least}{hint}, got {value}")
         if not self.tasks:
             raise RequestError("no task is named; see `iwopd eval --help`")
         if (self.top_p < 1 or self.top_k) and not ENGINES[self.engine.name].restricts:
@@ -68,8 +66,7 @@ class Request:
                 f"--top-p is {self.top_p} and --top-k {self.top_k}, which the engine {self.engine.name!r} does not take: leave "
                 "them out, or use --engine local"
             )
-        unused = sorted(set(self.data or {}) - set(self.tasks))
-        if unused:
+        if unused := sorted(set(self.data or {}) - set(self.tasks)):
             raise RequestError(f"--data names {unused[0]!r}, which is not among the tasks {', '.join(self.tasks)}")
 
 
@@ -77,19 +74,10 @@ def run_evaluation(request: Request, out: Path, progress: StageListener) -> dict
     """Evaluate and return the results of every task, as in `eval.json`."""
     specs = [find_task(name) for name in request.tasks]  # wrong names are found before a model is loaded
     tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
+    opening = {"limit": request.limit, "thinking": request.thinking, "chat": request.chat, "unsafe": request.unsafe}
+    data = request.data or {}
     tasks = [
-        _as_asked(
-            load_task(
-                spec,
-                tokenizer,
-                data=(request.data or {}).get(name),
-                limit=request.limit,
-                thinking=request.thinking,
-                chat=request.chat,
-                unsafe=request.unsafe,
-            ),
-            request,
-        )
+        _as_asked(load_task(spec, tokenizer, data=data.get(name), **opening), request)
         for name, spec in zip(request.tasks, specs, strict=True)
     ]
     folder = EvaluationFolder(out, _about(request))
@@ -106,6 +94,11 @@ def run_task(
     task: Task, sampler: Sampler, tokenizer: Any, folder: EvaluationFolder, seed: int, progress: StageListener
 ) -> dict[str, Any]:
     """Sample and check the missing samples of a task, chunk by chunk."""
+
+    def sample(prompts: Sequence[Prompt]) -> list[Rollout]:
+        # The noise depends on seed, problem, sample and position alone: the same for every model, chunk and re-run.
+        return sampler.sample(prompts, seed=seed, step=0, samples=task.samples)
+
     began = time.perf_counter()
     done = folder.samples(task)
     waiting = [p for p in task.prompts if any((p.id, sample) not in done for sample in range(task.samples))]
@@ -113,13 +106,7 @@ def run_task(
     size = max(1, CHUNK_ROLLOUTS // task.samples)
     for start in range(0, len(waiting), size):
         chunk = replace(task, prompts=waiting[start : start + size])
-        # The noise depends on seed, problem, sample and position alone: the same for every model, chunk and re-run.
-        evaluation = evaluate(
-            chunk,
-            lambda prompts: sampler.sample(prompts, seed=seed, step=0, samples=task.samples),
-            tokenizer,
-            samples=task.samples,
-        )
+        evaluation = evaluate(chunk, sample, tokenizer, samples=task.samples)
         folder.add(task, evaluation, done)
         progress.advance(len(evaluation.rollouts), sum(len(rollout) for rollout in evaluation.rollouts))
     return folder.finish(task, task.samples, time.perf_counter() - began)
@@ -127,9 +114,7 @@ def run_task(
 
 def _as_asked(task: Task, request: Request) -> Task:
     temperature = task.temperature if request.temperature is None else request.temperature
-    samples = task.samples if request.samples is None else request.samples
-    if temperature == 0:
-        samples = 1  # greedy answers are all the same
+    samples = 1 if temperature == 0 else request.samples or task.samples  # greedy answers are all the same
     return replace(task, samples=samples, temperature=temperature, max_tokens=request.max_tokens or task.max_tokens)
 
 
@@ -159,22 +144,9 @@ def _student(request: Request, tokenizer: Any, tasks: Sequence[Task]) -> tuple[S
 
 
 def _about(request: Request) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "max_tokens": request.max_tokens,
-        "seed": request.seed,
-        "thinking": request.thinking,
-        "chat": request.chat,
-        "dtype": request.dtype,
-        "engine": request.engine.name,
-    }
+    recorded = ("temperature", "top_p", "top_k", "max_tokens", "seed", "thinking", "chat", "dtype")
+    settings = {name: getattr(request, name) for name in recorded} | {"engine": request.engine.name}
     if options := outcome_settings(request.engine.settings):
         settings["engine_options"] = options
-    return {
-        "model": request.model,
-        "weights": weights_fingerprint(request.model),
-        **(request.label or {}),
-        "settings": settings,
-    }
+    weights = weights_fingerprint(request.model)
+    return {"model": request.model, "weights": weights, **(request.label or {}), "settings": settings}

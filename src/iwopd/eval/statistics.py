@@ -64,12 +64,12 @@ def interval_over_problems(
 ) -> Interval:
     """Mean over strata of the means of values [N], with a percentile bootstrap interval over the problems within each.
 
-    Covers: which problems were drawn, and the sampling noise within them. Does not cover: the training seed. It speaks about
-    these models on problems like these, not about the methods that made them.
+    Covers which problems were drawn and the sampling noise within them, not the training seed: it speaks about these models
+    on problems like these, not about the methods that made them.
 
-    With few problems a percentile interval is too narrow (by 6 % for 30); the tails are therefore widened to those of
-    Student's t (Hesterberg 2015, the "expanded percentile" interval). If all values are equal there is nothing to
-    resample; then the interval says how many other problems there may be if none was seen in N (the "rule of three").
+    With few problems a percentile interval is too narrow (by 6 % for 30), so its tails are widened to those of Student's t
+    (Hesterberg 2015, the "expanded percentile" interval). If all values are equal there is nothing to resample; then the
+    interval says how many other problems there may be if none was seen in N (the "rule of three").
     """
     tail = (1.0 - _level(level)) / 2.0
     mean = sum(float(values.double().mean()) for values in strata) / len(strata)
@@ -113,7 +113,7 @@ class Crossed(NamedTuple):
 
 
 def crossed(strata: Sequence[Tensor]) -> Crossed | None:
-    """Variance over training seeds *and* problems of values [S, N] (one tensor a task). None if it cannot be estimated.
+    """Variance over training seeds *and* problems of values [S, N] (one tensor per task). None if it cannot be estimated.
 
     Every seed meets every problem: a two-way random-effects layout, as in radiology's studies of readers and cases (Dorfman,
     Berbaum and Metz 1992). With the mean squares divided by S N, the variance of the mean is
@@ -179,7 +179,7 @@ def sign_flip_p(strata: Sequence[Tensor], *, flips: int = FLIPS, seed: int = 0) 
     """Two-sided permutation p-value of paired differences [N] (one tensor per task, each task with equal weight).
 
     If the two models were the same, each problem's difference could as well have had the other sign. Problems without a
-    difference cannot be flipped and drop out. Exact by enumeration for up to 16 differing problems (for one sample a problem
+    difference cannot be flipped and drop out. Exact by enumeration for up to 16 differing problems (for one sample per problem
     that is McNemar's exact test), else Monte Carlo with (b + 1) / (m + 1), which never claims more than m flips can show.
     """
     values = torch.cat([differences.double() / len(differences) for differences in strata])
@@ -221,10 +221,9 @@ class SamplingNoise(NamedTuple):
 
 
 def sampling_noise(first: Tensor, second: Tensor) -> SamplingNoise | None:
-    """From scores [N, K] of two models. None with fewer than two samples a problem: it cannot be told then.
+    """From scores [N, K] of two models. None with fewer than two samples per problem.
 
-    With matched seeds sample k of both models is made of the same random numbers, and part of the noise cancels in the
-    difference. With unequal K there is nothing to match.
+    With matched seeds, sample k of both models uses the same random numbers: part of the noise cancels in the difference.
     """
     if min(first.shape[1], second.shape[1]) < 2:
         return None

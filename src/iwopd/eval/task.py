@@ -59,6 +59,6 @@ def one_by_one(check: Callable[[Prompt, str], bool]) -> Checker:
     return judge
 
 
-def outcomes(verdicts: Iterable[Verdict]) -> dict[str, int]:
+def outcomes(statuses: Iterable[str]) -> dict[str, int]:
     """How often each status occurred."""
-    return dict(sorted(Counter(verdict.status for verdict in verdicts).items()))
+    return dict(sorted(Counter(statuses).items()))

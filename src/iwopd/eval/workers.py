@@ -1,8 +1,7 @@
 """Worker processes that compare answers, started when needed and killed when a comparison takes too long.
 
 Why not `ProcessPoolExecutor`: one stuck or killed worker breaks the whole pool. Why not threads: sympy inside one long
-multiplication cannot be interrupted. Here each worker has its own two pipes, so a worker that dies affects only the answer
-it was working on.
+multiplication cannot be interrupted. Here a worker that dies affects only the answer it was working on.
 
 What ends a worker:
 
@@ -12,7 +11,7 @@ What ends a worker:
 - the end of this process, for any reason: the pipe closes, which an idle worker reads and a busy one gets as a signal.
   (PR_SET_PDEATHSIG does not work here: it fires when the starting *thread* ends.)
 
-Linux and other POSIX systems only: Windows has neither these limits nor these signals.
+POSIX systems only: Windows has neither these limits nor these signals.
 """
 
 from __future__ import annotations
@@ -31,8 +30,10 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from iwopd.errors import UserError
 
@@ -51,6 +52,8 @@ CHECKS_PER_WORKER = 500
 
 _PROGRAM = Path(__file__).with_name("math_worker.py")
 _LONGEST_REPLY = 1 << 20
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class MathWorkerError(UserError):
@@ -72,12 +75,15 @@ class WorkerPool:
             raise ValueError(f"a pool needs at least one worker, got {size}")
         self.size = size
         self.started = 0  # in total, for tests
+        self._closed = False
+        self._reset()
+        _pools.add(self)
+
+    def _reset(self) -> None:
+        """Start without workers; at most `size` threads hold a slot and so a worker."""
         self._free: list[_Worker] = []
         self._taken: set[_Worker] = set()
-        self._starting = 0
-        self._closed = False
-        self._change = threading.Condition()
-        _pools.add(self)
+        self._lock, self._slots = threading.Lock(), threading.Semaphore(self.size)
 
     def check(self, answer: str, gold: str, timeout: float) -> Verdict:
         """Compare. Waiting for a free worker does not count towards the timeout."""
@@ -105,11 +111,10 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all workers, also busy ones; running and later checks raise `RuntimeError`."""
-        with self._change:
+        with self._lock:
             self._closed = True
             free, taken = self._free, list(self._taken)
             self._free = []
-            self._change.notify_all()
         for worker in free:
             worker.end()
         for worker in taken:
@@ -117,68 +122,59 @@ class WorkerPool:
 
     def pids(self) -> list[int]:
         """Process ids of the running workers."""
-        with self._change:
+        with self._lock:
             return [worker.pid for worker in (*self._free, *self._taken)]
 
     def _take(self, *, fresh: bool) -> _Worker:
-        discarded: list[_Worker] = []
-        with self._change:
-            while True:
-                if not self._open():
-                    raise RuntimeError("the pool of math workers is closed")
-                if fresh and self._free and self._total() >= self.size:
-                    discarded.append(self._free.pop())
-                elif not fresh and self._free:
+        self._slots.acquire()
+        worker = None
+        try:
+            with self._lock:
+                if self._free:
                     worker = self._free.pop()
                     self._taken.add(worker)
-                    return worker
-                if self._total() < self.size:
-                    self._starting += 1
-                    break
-                self._change.wait()
-        try:
-            for old in discarded:
-                old.end()
+            if worker is not None and not fresh:
+                return worker
+            if worker is not None:
+                self._end(worker)
+            self._check_open()
             worker = _Worker()
             worker.wait_until_ready()
+            with self._lock:
+                self.started += 1
+                self._taken.add(worker)
+            self._check_open()  # it may have been closed in the meantime
+            return worker
         except BaseException:
-            with self._change:
-                self._starting -= 1
-                self._change.notify()
+            if worker is not None:
+                self._end(worker)
+            self._slots.release()
             raise
-        with self._change:
-            self._starting -= 1
-            self.started += 1
-            self._taken.add(worker)
-        if not self._open():  # closed while it was starting
-            self._give_back(worker, keep=False)
+
+    def _check_open(self) -> None:
+        if self._closed:
             raise RuntimeError("the pool of math workers is closed")
-        return worker
 
     def _give_back(self, worker: _Worker, *, keep: bool) -> None:
-        if not keep:
-            worker.end()
-        with self._change:
-            self._taken.discard(worker)
-            late = keep and self._closed
-            if keep and not late:
+        with self._lock:
+            keep = keep and not self._closed
+            if keep:
+                self._taken.discard(worker)
                 self._free.append(worker)
-            self._change.notify()
-        if late:
-            worker.end()
+        if not keep:
+            self._end(worker)
+        self._slots.release()
 
-    def _open(self) -> bool:
-        return not self._closed
-
-    def _total(self) -> int:
-        return len(self._free) + len(self._taken) + self._starting
+    def _end(self, worker: _Worker) -> None:
+        worker.end()
+        with self._lock:
+            self._taken.discard(worker)
 
     def _abandon(self) -> None:
-        """In a forked child: the workers belong to the parent. Close our copies of the pipes and start without workers."""
+        """In a forked child: the workers belong to the parent. Close our copies of their pipes."""
         for worker in (*self._free, *self._taken):
             worker.forget()
-        self._free, self._taken, self._starting = [], set(), 0
-        self._change = threading.Condition()
+        self._reset()
 
 
 def shared_pool() -> WorkerPool:
@@ -192,6 +188,19 @@ def shared_pool() -> WorkerPool:
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_parallel(
+    work: Callable[[_Item], _Result], items: Sequence[_Item], workers: int | None = None
+) -> Iterator[tuple[int, _Result]]:
+    """(place, `work(item)`) of every item as it is finished, in threads that each wait for a process (None: one per core)."""
+    with ThreadPoolExecutor(workers or usable_cores()) as pool:
+        places = {pool.submit(work, item): place for place, item in enumerate(items)}
+        try:
+            for future in as_completed(places):
+                yield places[future], future.result()
+        finally:  # also when the caller stops early
+            pool.shutdown(cancel_futures=True)
 
 
 class _LateError(Exception):
@@ -237,13 +246,7 @@ class _Worker:
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        try:
-            self._greet(time.monotonic() + START_SECONDS)
-        except BaseException:
-            self.end()
-            raise
-
-    def _greet(self, deadline: float) -> None:
+        deadline = time.monotonic() + START_SECONDS
         try:
             self._send({"path": [entry for entry in sys.path if entry], "memory": MEMORY_BYTES}, deadline)
             hello = self._receive(deadline)

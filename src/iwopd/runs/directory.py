@@ -100,7 +100,6 @@ class RunDirectory:
             ) from None
 
     def read(self, name: str) -> Iterator[dict[str, Any]]:
-        """The records of a log; a last line that was cut off by a crash is left out."""
         return read_log(self.path / name)
 
     def rewind(self, step: int) -> None:

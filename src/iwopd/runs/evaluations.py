@@ -79,8 +79,7 @@ def read_eval(folder: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ResultsError(f"{file} must be an object, got {short(record)}")
     if record.get("format") != EVAL_FORMAT:
-        found = short(record.get("format"))
-        raise ResultsError(f"{file} has format {found}, this version of iwopd reads format {EVAL_FORMAT}")
+        raise ResultsError(f"{file} has format {short(record.get('format'))}, this version of iwopd reads format {EVAL_FORMAT}")
     return record
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from iwopd.runs.evaluations import ResultsError, read_task
 from iwopd.runs.logs import Notes, number, read_log
@@ -78,19 +78,17 @@ class Run:
 
     @cached_property
     def evals(self) -> list[EvalResult]:
-        """By step and task, each with at least one problem and one sample. A later record replaces one of the same step."""
-        results: dict[tuple[int, str], EvalResult] = {}
+        """By step and task. A later record replaces one of the same step."""
+        results: dict[tuple[int, Any], EvalResult] = {}
         bad = 0
         for record in self.log("evals.jsonl"):
+            step, task = record["step"], record.get("task")
             try:
-                step = record["step"]
-                result = read_task(record.get("task"), record, f"{self.path / 'evals.jsonl'}, step {step}", step).result
+                results[step, task] = read_task(task, record, f"{self.path / 'evals.jsonl'}, step {step}", step).result
             except ResultsError:
                 if self.notes.strict:
                     raise
                 bad += 1
-            else:
-                results[step, result.task] = result
         if bad:
             text = f"evals.jsonl: {bad} evaluations have scores that do not fit their problems and are left out"
             self.notes.add(self.name, text)
@@ -115,8 +113,7 @@ class Run:
     @property
     def steps(self) -> int | None:
         """How many steps the run is to have."""
-        steps: int | None = self.setting("steps", int)
-        return steps
+        return cast(int | None, self.setting("steps", int))
 
     @property
     def finished(self) -> bool:
@@ -124,8 +121,7 @@ class Run:
 
     @property
     def seed(self) -> int | None:
-        seed: int | None = self.setting("seed", int)
-        return seed
+        return cast(int | None, self.setting("seed", int))
 
     def column(self, name: str) -> tuple[list[int], list[float | None]]:
         """Steps and values of a metric; None where a step has no finite number."""

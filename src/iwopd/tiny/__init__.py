@@ -5,9 +5,8 @@ world.teacher, world.student            # folders for AutoModelForCausalLM.from_
 world.prompts(64), world.eval_prompts(500)
 """
 
-from iwopd.tiny.cache import cache_dir
-from iwopd.tiny.models import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, ModelSize, Stage, new_model
-from iwopd.tiny.pretrain import PretrainingListener, pretrain
+from iwopd.tiny.models import STUDENT_SIZES, ModelRecipe, ModelSize, Stage
+from iwopd.tiny.pretrain import PretrainingListener
 from iwopd.tiny.task import check
 from iwopd.tiny.tokenizer import build_tokenizer
 from iwopd.tiny.world import (
@@ -25,7 +24,6 @@ from iwopd.tiny.world import (
 __all__ = [
     "DEFAULT_WORLD",
     "STUDENT_SIZES",
-    "TEACHER_SIZES",
     "WORLDS",
     "ModelRecipe",
     "ModelSize",
@@ -34,13 +32,10 @@ __all__ = [
     "World",
     "WorldRecipe",
     "build_tokenizer",
-    "cache_dir",
     "check",
     "eval_prompts",
     "max_response_tokens",
-    "new_model",
     "open_world",
     "planned_world",
-    "pretrain",
     "world_recipe",
 ]

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -60,7 +60,7 @@ def cached_models(
     root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         for key in sorted({folder.name for folder in folders.values()}):  # always in the same order: no deadlock
-            stack.enter_context(_locked(root / f"{key}.lock"))
+            _lock(root / f"{key}.lock", stack)
         missing: dict[str, ModelRecipe] = {}
         for label, recipe in recipes.items():
             state = damage(folders[label])
@@ -89,9 +89,8 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the system frees when its owner dies; log before waiting for another process."""
+def _lock(path: Path, stack: ExitStack) -> None:
+    """Take a lock that the system frees when its owner dies; log before waiting for another process."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -100,10 +99,7 @@ def _locked(path: Path) -> Iterator[None]:
     except Timeout:
         log.warning("another process is training %s: waiting for it", path.stem)
         lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+    stack.callback(lock.release)
 
 
 def _build(recipes: Mapping[str, ModelRecipe], root: Path, progress: PretrainingListener | None) -> None:
@@ -130,7 +126,8 @@ def _train(recipes: Mapping[str, ModelRecipe], drafts: Mapping[str, Path], progr
         for label, recipe in recipes.items():
             errors = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
             worker = _start(recipe, drafts[label], errors)
-            stack.callback(_stop, worker)
+            stack.callback(worker.wait)
+            stack.callback(worker.kill)
             workers[label] = worker, errors
             threading.Thread(target=_forward, args=(label, worker, lines), daemon=True).start()
         running = len(workers)
@@ -166,11 +163,9 @@ def _start(recipe: ModelRecipe, draft: Path, errors: IO[str]) -> subprocess.Pope
         encoding="utf-8",
     )
     assert worker.stdin is not None
-    try:
+    with suppress(BrokenPipeError):  # it died at once: its exit code and last output are reported later
         json.dump(recipe.to_dict(), worker.stdin)
         worker.stdin.close()
-    except BrokenPipeError:  # it died at once: its exit code and last output are reported later
-        pass
     return worker
 
 
@@ -182,12 +177,6 @@ def _forward(label: str, worker: subprocess.Popen[str], lines: queue.Queue[tuple
     lines.put((label, None))
 
 
-def _stop(worker: subprocess.Popen[str]) -> None:
-    if worker.poll() is None:
-        worker.kill()
-        worker.wait()
-
-
 def _seal(draft: Path, recipe: ModelRecipe) -> None:
     files = {path.name: sha256(path) for path in sorted(draft.iterdir())}
     entry = {"version": RECIPE_VERSION, "recipe": recipe.to_dict(), "files": files}
@@ -196,10 +185,7 @@ def _seal(draft: Path, recipe: ModelRecipe) -> None:
 
 def _move(draft: Path, folder: Path) -> None:
     """Rename into place. An existing folder is renamed away first, because a folder cannot replace a non-empty one."""
-    if folder.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        folder.rename(old / "old")
-        draft.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as old:
+        if folder.exists():
+            folder.rename(Path(old) / "old")
         draft.rename(folder)

@@ -113,9 +113,7 @@ class ModelRecipe:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelRecipe:
-        stages = tuple(
-            Stage(**{**stage, "shorter": tuple((int(s), int(n)) for s, n in stage["shorter"])}) for stage in values["stages"]
-        )
+        stages = tuple(Stage(**{**stage, "shorter": tuple(map(tuple, stage["shorter"]))}) for stage in values["stages"])
         return cls(values["name"], ModelSize(**values["size"]), stages, values["lineage"])
 
 

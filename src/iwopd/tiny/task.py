@@ -58,8 +58,7 @@ def check(prompt_text: str, response_text: str) -> bool:
     The response may be anything. The prompt must be an expression, with or without the `?` of the chat template.
     """
     right = answer(prompt_text.removesuffix("?"))
-    boxes = _BOXED.findall(response_text)
-    return bool(boxes) and boxes[-1] == right
+    return _BOXED.findall(response_text)[-1:] == [right]
 
 
 def right_solution(expression: str) -> str:

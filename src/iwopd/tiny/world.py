@@ -10,14 +10,14 @@ A lineage is a seed: another initialisation and data order, everything else the 
 
 from __future__ import annotations
 
-import difflib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from iwopd.registry import suggestion
 from iwopd.tiny import task
 from iwopd.tiny.cache import cached_models, model_folder
 from iwopd.tiny.models import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, Stage
@@ -52,12 +52,10 @@ class World:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of both teacher and student."""
         return build_tokenizer()
 
     @property
     def max_response_tokens(self) -> int:
-        """Enough for every solution and a few stray tokens; a longer answer is a broken one."""
         return max_response_tokens(self.recipe.operands)
 
     @property
@@ -104,62 +102,46 @@ def planned_world(recipe: WorldRecipe) -> World:
     return World(recipe, model_folder(recipe.teacher), model_folder(recipe.student))
 
 
+class _Training(NamedTuple):
+    """How a world's models are trained, by the teacher's name and for every student."""
+
+    operands: int
+    teacher: Mapping[str, Stage]
+    student: tuple[Stage, ...]
+
+
+WORLDS: Mapping[str, _Training] = {
+    # The student first learns either order on whole solutions, then mixes them line by line: mixing from the start is
+    # learnt badly (wrong operands). It is sure of lines with three operands, so its mistakes come early.
+    "clean": _Training(
+        6,
+        {"strong": Stage(900, 6, right=1.0), "weak": Stage(600, 6, right=1.0)},
+        (Stage(800, 6, right=0.2), Stage(300, 6, right=0.2, unit="line", sure=3, learning_rate=1.5e-3, schedule="cosine")),
+    ),
+    # Longer than in `clean`: after 800 steps the student still loses operands, and learns nothing from this teacher.
+    "drift": _Training(
+        8,
+        {name: Stage(n, 8, right=0.9, shorter=((150, 4), (250, 6))) for name, n in (("strong", 900), ("weak", 700))},
+        (
+            Stage(1800, 8, right=0.5, shorter=((300, 4), (600, 6))),
+            Stage(500, 8, right=0.25, unit="line", learning_rate=1.5e-3, schedule="cosine"),
+        ),
+    ),
+}
+
+
 def world_recipe(
     name: str = DEFAULT_WORLD, *, teacher: str = "strong", student: str = "medium", lineage: int = 0
 ) -> WorldRecipe:
     """The recipe of a named world, with a named teacher (`TEACHER_SIZES`) and student size (`STUDENT_SIZES`)."""
-    for kind, chosen, known in (
-        ("world", name, WORLDS),
-        ("teacher", teacher, TEACHER_SIZES),
-        ("student", student, STUDENT_SIZES),
-    ):
+    kinds = {"world": (name, WORLDS), "teacher": (teacher, TEACHER_SIZES), "student": (student, STUDENT_SIZES)}
+    for kind, (chosen, known) in kinds.items():
         if chosen not in known:
-            near = difflib.get_close_matches(chosen, known, n=1)
-            raise ValueError(
-                f"unknown {kind} {chosen!r}; known: {', '.join(known)}" + (f". Did you mean {near[0]!r}?" if near else "")
-            )
-    return WORLDS[name](teacher, student, lineage)
-
-
-def _clean(teacher: str, student: str, lineage: int) -> WorldRecipe:
-    taught = (Stage({"strong": 900, "weak": 600}[teacher], 6, right=1.0),)
-    # The student first learns either order on whole solutions, then mixes them line by line: mixing from the start is
-    # learnt badly (wrong operands). It is sure of lines with three operands, so its mistakes come early.
-    learnt = (
-        Stage(800, 6, right=0.2),
-        Stage(300, 6, right=0.2, unit="line", sure=3, learning_rate=1.5e-3, schedule="cosine"),
-    )
-    return _recipe("clean", 6, teacher, taught, student, learnt, lineage)
-
-
-def _drift(teacher: str, student: str, lineage: int) -> WorldRecipe:
-    taught = (Stage({"strong": 900, "weak": 700}[teacher], 8, right=0.9, shorter=((150, 4), (250, 6))),)
-    # Longer than in `clean`: after 800 steps the student still loses operands, and learns nothing from this teacher.
-    learnt = (
-        Stage(1800, 8, right=0.5, shorter=((300, 4), (600, 6))),
-        Stage(500, 8, right=0.25, unit="line", learning_rate=1.5e-3, schedule="cosine"),
-    )
-    return _recipe("drift", 8, teacher, taught, student, learnt, lineage)
-
-
-WORLDS: Mapping[str, Callable[[str, str, int], WorldRecipe]] = {"clean": _clean, "drift": _drift}
-
-
-def _recipe(
-    name: str,
-    operands: int,
-    teacher: str,
-    taught: tuple[Stage, ...],
-    student: str,
-    learnt: tuple[Stage, ...],
-    lineage: int,
-) -> WorldRecipe:
-    return WorldRecipe(
-        name=name,
-        operands=operands,
-        teacher=ModelRecipe(f"{name}-teacher-{teacher}", TEACHER_SIZES[teacher], taught, lineage),
-        student=ModelRecipe(f"{name}-student-{student}", STUDENT_SIZES[student], learnt, lineage),
-    )
+            raise ValueError(f"unknown {kind} {chosen!r}{suggestion(chosen, list(known))}")
+    world = WORLDS[name]
+    taught = ModelRecipe(f"{name}-teacher-{teacher}", TEACHER_SIZES[teacher], (world.teacher[teacher],), lineage)
+    learnt = ModelRecipe(f"{name}-student-{student}", STUDENT_SIZES[student], world.student, lineage)
+    return WorldRecipe(name, world.operands, taught, learnt)
 
 
 def _prompts(operands: int, split: task.Split, n: int, seed: str, tokenizer: Any) -> list[Prompt]:

@@ -60,7 +60,7 @@ class Tracker:
             "mean": result.mean,
             "problems": len(result.problem_ids),
             "samples": result.scores.shape[1],
-            "outcomes": outcomes(evaluation.verdicts),
+            "outcomes": outcomes(verdict.status for verdict in evaluation.verdicts),
             "seconds": round(seconds, 3),
             "problem_ids": list(result.problem_ids),
             "scores": result.scores.tolist(),

@@ -23,7 +23,7 @@ class Backend:
         """The command. `channel`: file descriptor for results; `info`: where bubblewrap reports the process it started."""
         if self.name == "bubblewrap":
             return bubblewrap.command(channel, info)
-        return interpreter.command(interpreter.package_root(), channel)
+        return interpreter.command(interpreter.PACKAGE_ROOT, channel)
 
     def walls(self, cpu_seconds: int) -> dict[str, Any]:
         """The restrictions that `child` applies to itself before it loads the program."""

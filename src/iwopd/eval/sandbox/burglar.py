@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 
 def burgle(canary: str, port: int, parent: int, variables: list[str]) -> list[str]:
     """Try to reach a file, the network, other processes, the environment and the system's settings."""
+    attempts: dict[str, Callable[[], Any]] = {
+        "read a file": lambda: _opened(canary, os.O_RDONLY),
+        "opened a file for writing": lambda: _opened(canary, os.O_WRONLY),
+        "made a file": lambda: _made(canary + ".new"),
+        "made a file in /tmp": lambda: _made(f"/tmp/iwopd-self-test-{parent}"),
+        "read the password file": lambda: _opened("/etc/passwd", os.O_RDONLY),
+        "listed /proc": lambda: _opened("/proc", os.O_RDONLY),
+        "opened a system setting": lambda: _opened("/proc/sys/kernel/hostname", os.O_WRONLY),
+        "called the network": lambda: socket.create_connection(("127.0.0.1", port), 1.0),
+        "made a socket": lambda: socket.socket(socket.AF_UNIX),
+        "signalled the parent": lambda: _signalled(parent),
+        "signalled everyone": lambda: _signalled(-1),
+        "read the environment": lambda: any(name in os.environ for name in variables),
+        "executed a program": lambda: ctypes.CDLL(None).access(b"/bin/sh", 1) == 0 and _executed(),
+        "made a process": _forked,
+    }
     done = []
-
-    def attempt(what: str, action: Any) -> None:
-        try:
+    for what, action in attempts.items():
+        with contextlib.suppress(OSError, ValueError):
             if action():
                 done.append(what)
-        except (OSError, ValueError):
-            pass
-
-    attempt("read a file", lambda: _opened(canary, os.O_RDONLY))
-    attempt("opened a file for writing", lambda: _opened(canary, os.O_WRONLY))
-    attempt("made a file", lambda: _made(canary + ".new"))
-    attempt("made a file in /tmp", lambda: _made(f"/tmp/iwopd-self-test-{parent}"))
-    attempt("read the password file", lambda: _opened("/etc/passwd", os.O_RDONLY))
-    attempt("listed /proc", lambda: _opened("/proc", os.O_RDONLY))
-    attempt("opened a system setting", lambda: _opened("/proc/sys/kernel/hostname", os.O_WRONLY))
-    attempt("called the network", lambda: socket.create_connection(("127.0.0.1", port), 1.0))
-    attempt("made a socket", lambda: socket.socket(socket.AF_UNIX))
-    attempt("signalled the parent", lambda: _signalled(parent))
-    attempt("signalled everyone", lambda: _signalled(-1))
-    attempt("read the environment", lambda: any(name in os.environ for name in variables))
-    attempt("executed a program", lambda: ctypes.CDLL(None).access(b"/bin/sh", 1) == 0 and _executed())
-    attempt("made a process", _forked)
     return done
 
 
@@ -53,8 +53,7 @@ def _signalled(process: int) -> bool:
 
 
 def _executed() -> bool:
-    os.posix_spawn("/bin/sh", ["sh", "-c", "exit 0"], {})
-    return True
+    return os.posix_spawn("/bin/sh", ["sh", "-c", "exit 0"], {}) > 0
 
 
 def _forked() -> bool:

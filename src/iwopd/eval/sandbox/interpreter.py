@@ -8,6 +8,8 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
+PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent)
+"""The folder that holds the `sandbox` package."""
 BOOT = "import sys; sys.path.append({root!r}); from sandbox.child import main; sys.path.pop(); main()"
 """Starts `child`; `root` is the folder that holds this folder. Last on the path: our math.py must not hide Python's."""
 
@@ -45,8 +47,3 @@ def environment() -> dict[str, str]:
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
         settings["LD_LIBRARY_PATH"] = f"{sys.base_prefix}/lib:{sysconfig.get_config_var('LIBDIR')}"
     return settings
-
-
-def package_root() -> str:
-    """The folder that holds the `sandbox` package."""
-    return os.fspath(Path(__file__).resolve().parent.parent)

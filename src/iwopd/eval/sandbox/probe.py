@@ -9,7 +9,6 @@ import socket
 import sys
 import tempfile
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 from iwopd.eval.sandbox import bubblewrap, landlock, seccomp, wire
@@ -20,14 +19,6 @@ _BURGLAR = Path(__file__).with_name("burglar.py")
 _HARMLESS = {"PYTHONHASHSEED", "LC_ALL", "PATH", "LD_LIBRARY_PATH", "PWD"}  # variables that the sandbox sets itself
 _found: dict[str, str | None] = {}
 _lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A backend and why it cannot be used (None: it can)."""
-
-    name: str
-    problem: str | None
 
 
 def choose(*, unsafe: bool = False, name: str | None = None) -> Backend:
@@ -45,7 +36,7 @@ def choose(*, unsafe: bool = False, name: str | None = None) -> Backend:
         return Backend("none")
     if name is not None:
         raise SandboxError(f"no sandbox is called {name!r}; there are bubblewrap and landlock")
-    reasons = "; ".join(f"{finding.name}: {finding.problem}" for finding in findings())
+    reasons = "; ".join(f"{tried}: {problem}" for tried, problem in findings().items())
     raise SandboxError(
         "no sandbox works here, and programs of a model are not run without one. "
         "Install bubblewrap (apt-get install bubblewrap) or use a Linux kernel from 5.13 on with Landlock; "
@@ -53,9 +44,9 @@ def choose(*, unsafe: bool = False, name: str | None = None) -> Backend:
     )
 
 
-def findings() -> list[Finding]:
-    """Every backend, tested."""
-    return [Finding(backend.name, examine(backend)) for backend in (Backend("bubblewrap"), Backend("landlock"))]
+def findings() -> dict[str, str | None]:
+    """Why each backend cannot be used; None: it can."""
+    return {backend.name: examine(backend) for backend in (Backend("bubblewrap"), Backend("landlock"))}
 
 
 def examine(backend: Backend) -> str | None:
@@ -72,8 +63,7 @@ def self_test(backend: Backend) -> str | None:
         canary = Path(folder) / "canary"
         canary.write_text(secret := secrets.token_hex(8))
         os.chmod(folder, 0o755)  # noqa: PTH101 - so that only the sandbox can hide it
-        ours = sorted(set(os.environ) - _HARMLESS)
-        asked = [str(canary), server.getsockname()[1], os.getpid(), ours]
+        asked = [str(canary), server.getsockname()[1], os.getpid(), sorted(set(os.environ) - _HARMLESS)]
         reports: list[Report] = []
         job = Job(_BURGLAR.read_text(), "burgle", [wire.encode_plain(asked)], [5.0], 5.0)
 

@@ -83,15 +83,13 @@ class _Over(Exception):  # noqa: N818 - not an error
 
 def run(job: Job, backend: Backend, receive: Callable[[Report], bool]) -> End:
     """Run `job`; `receive` gets every report in order and returns whether to continue. Nothing is left running."""
-    cpu_seconds = math.ceil(job.cpu_total) + 5
     inside = {"source": job.source, "entry_point": job.entry_point, "arguments": list(job.arguments)}
-    message = wire.encode_plain(inside | {"walls": backend.walls(cpu_seconds)})
+    message = wire.encode_plain(inside | {"walls": backend.walls(math.ceil(job.cpu_total) + 5)})
     with contextlib.ExitStack() as files:
         process, channel, info, stderr = _start(backend, message, files)
         child = _Child(process)
         try:
-            pid = _inner_pid(info) if backend.name == "bubblewrap" else process.pid
-            child.watch(pid)
+            child.watch(_inner_pid(info) if backend.name == "bubblewrap" else process.pid)
             session = _Session(job, child, channel, receive)
             session.ready()
             session.calls()
@@ -227,16 +225,13 @@ class _Session:
         for index, cpu in enumerate(self.job.cpu_each):
             message = self._wait(cpu + loading, f"test {index + 1}")
             loading = 0.0
-            report = self._report(message, index)
-            if not self.receive(report):
+            if not self.receive(self._report(message, index)):
                 raise _Over("stopped", "")
         if self._wait(1.0, "the end") != ("end",):
             raise _Over("forged", "a report too many on the channel")
-        while self._wait_data(1.0, "the end"):
-            if not self._fill():
-                if self.buffer:
-                    raise _Over("forged", "bytes after the end on the channel")
-                return
+        open_ = True
+        while open_ and self._wait_data(1.0, "the end"):
+            open_ = self._fill()
             if self.buffer:
                 raise _Over("forged", "bytes after the end on the channel")
 
@@ -268,12 +263,9 @@ class _Session:
         self.child.look()
         now, total = time.monotonic(), self.job.cpu_total
         ran, queued = self.child.cpu - cpu_before, self.child.waited - waited_before
-        if readable:
-            self.idle = 0.0
-        else:
-            self.idle += max(0.0, now - before - ran - queued)
-        if self.child.cpu - self.mark > cpu or self.child.cpu - self.start > total:
-            used, whole = self.child.cpu - self.mark, self.child.cpu - self.start
+        self.idle = 0.0 if readable else self.idle + max(0.0, now - before - ran - queued)
+        used, whole = self.child.cpu - self.mark, self.child.cpu - self.start
+        if used > cpu or whole > total:
             raise _Over("timeout", f"{what}: {used:.1f} s of CPU, {whole:.1f} s in all")
         if self.idle > min(total, max(cpu, _IDLE_SECONDS)):
             raise _Over("timeout", f"{what}: asleep for {self.idle:.1f} s")
@@ -314,9 +306,7 @@ class _Session:
             number = -code if code < 0 else code - 128 if code > 128 else 0
             if number in (signal.SIGXCPU, signal.SIGKILL):
                 return " (killed: over its CPU or memory limit)"
-            if number:
-                return f" (signal {number})"
-            return f" (exit code {code})"
+            return f" (signal {number})" if number else f" (exit code {code})"
         return ""
 
 

@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 _U32 = struct.Struct("<I")
 _F64 = struct.Struct("<d")
@@ -73,12 +73,12 @@ class Opaque:
 
 def encode(value: Any, limits: Limits = RESULT) -> bytes:
     """Encode `value`. Objects of other types become opaque; exceeding a limit raises `WireError`."""
-    return bytes(_Encoder(limits).run(value))
+    return _Encoder(limits).run(value)
 
 
 def encode_plain(value: Any, limits: Limits = JOB) -> bytes:
     """As `encode`, but an object of another type raises `WireError` with its type and position."""
-    return bytes(_Encoder(limits, plain=True).run(value))
+    return _Encoder(limits, plain=True).run(value)
 
 
 def decode(data: bytes | bytearray | memoryview, limits: Limits = RESULT) -> Any:
@@ -92,24 +92,38 @@ def decode(data: bytes | bytearray | memoryview, limits: Limits = RESULT) -> Any
     return value
 
 
-class _Encoder:
-    def __init__(self, limits: Limits, plain: bool = False) -> None:
-        self.limits, self.plain = limits, plain
+class _Walk:
+    """What encoding and decoding have in common: the limits on a value and all that is in it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
         self.nodes = 0
-        self.out = bytearray()
 
-    def run(self, value: Any) -> bytearray:
-        self.value(value, 0, "value")
-        if len(self.out) > self.limits.size:
-            raise WireError(f"value of {len(self.out)} bytes, the limit is {self.limits.size}")
-        return self.out
-
-    def value(self, value: Any, depth: int, where: str) -> None:
+    def enter(self, depth: int) -> None:
         self.nodes += 1
         if self.nodes > self.limits.nodes:
             raise WireError(f"more than {self.limits.nodes} values")
         if depth > self.limits.depth:
             raise WireError(f"nested deeper than {self.limits.depth}")
+
+    def check_hashed(self, count: int) -> None:
+        if count > self.limits.hashed:
+            raise WireError(f"set or dict of {count}, the limit is {self.limits.hashed}")
+
+
+class _Encoder(_Walk):
+    def __init__(self, limits: Limits, plain: bool = False) -> None:
+        super().__init__(limits)
+        self.plain, self.out = plain, bytearray()
+
+    def run(self, value: Any) -> bytes:
+        self.value(value, 0, "value")
+        if len(self.out) > self.limits.size:
+            raise WireError(f"value of {len(self.out)} bytes, the limit is {self.limits.size}")
+        return bytes(self.out)
+
+    def value(self, value: Any, depth: int, where: str) -> None:
+        self.enter(depth)
         if len(self.out) > self.limits.size:
             raise WireError(f"larger than {self.limits.size} bytes")
         kind = type(value)  # exact types only: a subclass can override anything
@@ -131,14 +145,14 @@ class _Encoder:
         elif kind is bytes:
             self._bytes(b"B", value)
         elif kind in _DICTS:
-            self._hashed(len(value))
+            self.check_hashed(len(value))
             self.out += b"M" + _U32.pack(len(value))
             for key, item in value.items():
                 self.value(key, depth + 1, f"key of {where}")
                 self.value(item, depth + 1, f"{where}[{key!r:.40}]")
         elif kind in _TAGS:
             if kind is set or kind is frozenset:
-                self._hashed(len(value))
+                self.check_hashed(len(value))
             self.out += _TAGS[kind] + _U32.pack(len(value))
             for place, item in enumerate(value):
                 self.value(item, depth + 1, f"{where}[{place}]")
@@ -146,10 +160,6 @@ class _Encoder:
             raise WireError(f"{where} is a {kind.__module__}.{kind.__qualname__}; only plain data can be passed")
         else:
             self._text(b"O", str(kind.__name__)[:_OPAQUE_NAME])
-
-    def _hashed(self, count: int) -> None:
-        if count > self.limits.hashed:
-            raise WireError(f"set or dict of {count}, the limit is {self.limits.hashed}")
 
     def _text(self, tag: bytes, text: str) -> None:
         if len(text) > self.limits.size:
@@ -168,18 +178,13 @@ _TAGS: dict[type, bytes] = {list: b"L", tuple: b"U", set: b"E", frozenset: b"Z"}
 _KINDS: dict[int, Callable[[list[Any]], Any]] = {ord("L"): list, ord("U"): tuple, ord("E"): set, ord("Z"): frozenset}
 
 
-class _Decoder:
+class _Decoder(_Walk):
     def __init__(self, data: memoryview, limits: Limits) -> None:
-        self.data, self.limits = data, limits
-        self.at = 0
-        self.nodes = 0
+        super().__init__(limits)
+        self.data, self.at = data, 0
 
     def value(self, depth: int) -> Any:
-        self.nodes += 1
-        if self.nodes > self.limits.nodes:
-            raise WireError(f"more than {self.limits.nodes} values")
-        if depth > self.limits.depth:
-            raise WireError(f"nested deeper than {self.limits.depth}")
+        self.enter(depth)
         tag = self._take(1)[0]
         if tag == _N:
             return None
@@ -206,7 +211,7 @@ class _Decoder:
             return bytes(self._sized(self.limits.size))
         if tag == _O:
             return Opaque(self._text(4 * _OPAQUE_NAME))
-        return _bad(f"unknown tag {tag} at byte {self.at - 1}")
+        raise WireError(f"unknown tag {tag} at byte {self.at - 1}")
 
     def _hash(self, kind: Callable[[list[Any]], Any], items: list[Any]) -> Any:
         try:
@@ -219,8 +224,8 @@ class _Decoder:
 
     def _count(self, hashed: bool, least: int) -> int:
         count = int(_U32.unpack(self._take(4))[0])
-        if hashed and count > self.limits.hashed:
-            raise WireError(f"set or dict of {count}, the limit is {self.limits.hashed}")
+        if hashed:
+            self.check_hashed(count)
         if count * least > len(self.data) - self.at:  # an element takes at least a byte: refuse before allocating
             raise WireError(f"{count} elements announced, {len(self.data) - self.at} bytes left")
         return count
@@ -241,16 +246,11 @@ class _Decoder:
         end = self.at + length
         if end > len(self.data):
             raise WireError(f"message ends at byte {len(self.data)}, {end} were announced")
-        piece = self.data[self.at : end]
-        self.at = end
-        return piece
+        start, self.at = self.at, end
+        return self.data[start:end]
 
 
 _N, _T, _F, _I, _D, _C, _S, _B, _O, _M = b"NTFIDCSBOM"
-
-
-def _bad(message: str) -> NoReturn:
-    raise WireError(message)
 
 
 def digest(value: Any) -> bytes:
