@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -16,12 +17,12 @@ from pathlib import Path
 
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.params import literal
-from iwopd.cluster.verl.translate import TEACHERS, Places, environment, environment_overrides, translate
+from iwopd.cluster.verl.translate import Places, environment, environment_overrides, translate
 from iwopd.config import Config
 
 PROGRAM = "iwopd.cluster.verl.main"
-TESTING = "IWOPD_VERL_CPU"
-"""Set to 1, verl runs on CPUs, for tests (`testing/`)."""
+STAND_IN = "IWOPD_VERL_CPU"
+"""For tests: the name of a module (`tests/verl_testing`) with which verl runs on CPUs."""
 LOCAL = "local"
 """Address that starts a Ray for this run."""
 CONNECT = 60.0
@@ -44,15 +45,11 @@ def command(config: Config, where: Places, address: str, resume: Path | None = N
         *translate(config, where, resume),
         *environment_overrides(variables),
     ]
-    if os.environ.get(TESTING) == "1":
-        from iwopd.cluster.verl import testing
-
+    if stand_in := os.environ.get(STAND_IN):
+        testing = importlib.import_module(stand_in)
         variables |= testing.environment()
         gpus = config.cluster.nodes * config.cluster.gpus_per_node
-        overrides += testing.overrides(gpus if address == LOCAL else None)
-        if config.teacher.others:
-            names = [f"{TEACHERS}.iwopd_{number}" for number in range(1 + len(config.teacher.others))]
-            overrides += [f"++{name}.inference.name=hf" for name in names]
+        overrides += testing.overrides(config, gpus if address == LOCAL else None)
     return ["-m", PROGRAM, *overrides], {"RAY_ADDRESS": address, **variables}
 
 
@@ -78,7 +75,7 @@ def check_size(config: Config, address: str) -> None:
     wanted, each = config.cluster.nodes, config.cluster.gpus_per_node
     asked = f"cluster.nodes x cluster.gpus_per_node asks for {wanted} x {each} GPUs"
     if address == LOCAL:
-        if os.environ.get(TESTING) == "1":
+        if os.environ.get(STAND_IN):
             return
         import torch
 
