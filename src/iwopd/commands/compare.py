@@ -39,7 +39,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", nargs="+", metavar="[NAME=]PATH[@STEP]", help="results to compare, at least two")
     parser.add_argument("--format", choices=("table", "markdown", "latex", "json"), default="table", help="default: table")
     parser.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: the first)")
-    parser.add_argument("--metric", default="mean", help="mean (default), best@8, pass@1, majority@32: of K samples")
+    metric = "mean, best@8, pass@1, majority@32: what K samples are worth (default: mean)"
+    parser.add_argument("--metric", default="mean", help=metric)
     parser.add_argument("--step", type=int, help="step of all training runs (default: the last that was evaluated)")
     parser.add_argument("--tasks", help="comma-separated (default: all)")
     parser.add_argument("--level", type=float, default=0.95, help="confidence level (default: 0.95)")

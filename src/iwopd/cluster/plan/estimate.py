@@ -226,6 +226,6 @@ def split_settings(plan: Plan) -> list[str]:
     chosen = [f"--cluster.teacher_gpus {layout.teacher_gpus}"] if settings.teacher_gpus != layout.teacher_gpus else []
     if settings.teacher_tensor_parallel != layout.teacher_shards:
         chosen.append(f"--cluster.teacher_tensor_parallel {layout.teacher_shards}")
-    if plan.work.engine_shards != layout.rollout_shards:
+    if plan.work.vllm.tensor_parallel != layout.rollout_shards:
         chosen.append(f"--engine.vllm.tensor_parallel {layout.rollout_shards}")
     return chosen

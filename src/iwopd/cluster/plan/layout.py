@@ -136,9 +136,9 @@ def _on_verl(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_g
         teachers = [_teacher_need(work, name, teacher, gpu, shards) for name, teacher in work.teachers.items()]
         if all(need.verdict != "no" for need in teachers):
             break
-    if split is None or split.student.gpus % work.engine_shards:
+    if split is None or split.student.gpus % work.vllm.tensor_parallel:
         return
-    for rollout_shards in _divisors(work.engine_shards, split.student.gpus_per_node):
+    for rollout_shards in _divisors(work.vllm.tensor_parallel, split.student.gpus_per_node):
         memory = work.on_verl(gpus=split.student.gpus, engine_shards=rollout_shards, gpu_memory=gpu.memory)
         token = work.student.cache_elements * work.writing_bytes("verl") / rollout_shards
         writing = _rollouts_need(work, gpu, memory, work.longest * token)
@@ -194,7 +194,7 @@ def _update_need(gpu: Gpu, memory: StepMemory) -> Need:
 
 def _rollouts_need(work: Workload, gpu: Gpu, memory: StepMemory, row: float) -> Need:
     """row: bytes of the longest answer's cache."""
-    share = work.engine_share
+    share = work.vllm.memory_share
     if memory.writer.cache < row:  # not even one longest answer: the share is too small
         return Need(
             who="student, rollouts",

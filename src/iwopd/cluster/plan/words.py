@@ -181,7 +181,7 @@ def _bottleneck_words(plan: Plan) -> str:
     share = f"What is the bottleneck? {name.capitalize()}: {100 * stages[name] / time.total:.0f} % of the step. "
     if name == "rollout":
         engine = layout.trainer == "verl" or work.writer == "engine"
-        share_now, possible = work.engine_share, int(20 * layout.largest_share) / 20
+        share_now, possible = work.vllm.memory_share, int(20 * layout.largest_share) / 20
         raised = (
             f"raise engine.vllm.memory_share from {share_now:g} (up to {possible:g} fits)"
             if possible > share_now
