@@ -23,6 +23,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.translate import model_path
 from iwopd.config import Config
 from iwopd.errors import UserError
 from iwopd.models import load_tokenizer
@@ -120,8 +121,6 @@ def _plain_folder(config: Config, actor: Path, target: Path) -> Path:
     else:
         _merge(actor, target)
     _name_dtype(target)
-    from iwopd.cluster.verl.translate import model_path
-
     try:
         tokenizer = load_tokenizer(model_path(config, "student"), trust_remote_code=config.models.trust_remote_code)
     except UserError:  # no longer available: keep verl's

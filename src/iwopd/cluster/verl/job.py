@@ -86,24 +86,19 @@ def check_size(config: Config, address: str) -> None:
         return
     there = _ask(address)
     if sum(int(gpus) // each for gpus in there) < wanted:
-        have = ", ".join(f"{gpus:g}" for gpus in there)
-        raise VerlError(
-            f"{asked}, but the machines of the Ray cluster at {address} have {have}: wait for more, or ask for fewer"
-        )
+        have = f"the machines of the Ray cluster at {address} have {', '.join(f'{gpus:g}' for gpus in there)}"
+        raise VerlError(f"{asked}, but {have}: wait for more, or ask for fewer")
 
 
 def _ask(address: str) -> list[float]:
+    nobody = f"no Ray cluster answers at {address}"
     try:
         done = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True, timeout=CONNECT)
     except subprocess.TimeoutExpired:
-        raise VerlError(
-            f"no Ray cluster answers at {address}: start it (ray start --head), or leave --ray-address out"
-        ) from None
+        raise VerlError(f"{nobody}: start it (ray start --head), or leave --ray-address out") from None
     if done.returncode:
         words = done.stderr.strip().splitlines()[-1:] or ["no word"]
-        raise VerlError(
-            f"no Ray cluster answers at {address} ({words[0]}): start it (ray start --head), or correct the address"
-        )
+        raise VerlError(f"{nobody} ({words[0]}): start it (ray start --head), or correct the address")
     found: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
