@@ -41,9 +41,7 @@ Urls = Annotated[list[str], AfterValidator(lambda urls: [_server_url(url) for ur
 
 
 class RolloutSettings(Section):
-    engine: str = Field(
-        "local", description="who writes: local (transformers), vllm, server (engine.server.url), or a plug-in's"
-    )
+    engine: str = Field("local", description="who writes: local (transformers), vllm, server (engine.server), or a plug-in's")
     prompts_per_step: int = Field(64, ge=1, description="prompts of one step")
     samples: int = Field(1, ge=1, description="rollouts per prompt")
     max_tokens: int | None = Field(None, ge=1, description="longest response; empty: what the world's answers need")
@@ -66,9 +64,7 @@ class TeacherSource(Section):
     urls: Place[Urls] = Field([], description="servers (replicas), e.g. ['http://gpu1:8000']; empty: a local model")
     name: str | None = Field(None, description="what the servers call the model; empty: models.teacher, or their only one")
     dialect: Literal["vllm", "sglang"] = Field("vllm", description="vllm (also `iwopd serve-teacher`), or sglang")
-    api_key_env: Place[Variable | None] = Field(
-        None, description="environment variable with the servers' API key; empty: no key"
-    )
+    api_key_env: Place[Variable | None] = Field(None, description="environment variable of the servers' API key; empty: none")
     max_in_flight: Place[int] = Field(16, ge=1, description="requests under way at once, for each server")
     tokens_per_request: Place[int] = Field(8192, ge=1, description="short rollouts travel together up to so many tokens")
     request_timeout: Place[float] = Field(300.0, gt=0, description="seconds for one attempt at one request")
@@ -109,9 +105,7 @@ class VllmSettings(Section):
     """The engine `vllm`: vLLM in the training process. verl's rollouts read this section, too."""
 
     dtype: Dtype | None = Field(None, description="precision of vLLM's copy of the student; empty: models.dtype")
-    max_model_len: int | None = Field(
-        None, ge=2, description="longest prompt and answer together; empty: what prompts and max_tokens can come to"
-    )
+    max_model_len: int | None = Field(None, ge=2, description="longest prompt and answer; empty: what the settings allow")
     memory_share: Place[float] = Field(0.4, gt=0, le=1, description="share of a GPU's memory that vLLM may take")
     cache_gb: float | None = Field(None, gt=0, description="key/value cache in GB; empty: the rest of memory_share (CPU: 1)")
     tensor_parallel: int = Field(1, ge=1, description="GPUs of one copy of the student (above 1: never run in process)")
@@ -128,9 +122,7 @@ class ServerSettings(Section):
     weights_folder: Place[str | None] = Field(
         None, description="folder, for this run alone, that the server sees under the same name: new weights go through it"
     )
-    api_key_env: Place[Variable | None] = Field(
-        None, description="environment variable with the server's API key; empty: no key"
-    )
+    api_key_env: Place[Variable | None] = Field(None, description="environment variable of the server's API key; empty: none")
     max_in_flight: Place[int] = Field(64, ge=1, description="requests under way at once")
     request_timeout: Place[float] = Field(1800.0, gt=0, description="seconds for one attempt at one request")
     patience: Place[float] = Field(120.0, gt=0, description="seconds that the server may be away before the run ends")

@@ -73,9 +73,8 @@ def _prune(value: Any, names: list[Name]) -> Any:
     kept = {}
     for key, inner in value.items():
         below = [name[1:] for name in names if name and name[0] in (key, "*")]
-        if () in below:
-            continue
         pruned = _prune(inner, below)
-        if pruned or not (isinstance(inner, Mapping) and inner):  # a section of which nothing is left goes, too
+        emptied = not pruned and isinstance(inner, Mapping) and inner  # a section of which nothing is left goes, too
+        if () not in below and not emptied:
             kept[key] = pruned
     return kept

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.params import literal
-from iwopd.cluster.verl.translate import Places, environment, environment_overrides, translate
+from iwopd.cluster.verl.translate import Places, environment_overrides, translate
 from iwopd.config import Config
 
 PROGRAM = "iwopd.cluster.verl.main"
@@ -39,7 +39,7 @@ print(json.dumps([node["Resources"].get("GPU", 0) for node in ray.nodes() if nod
 
 def command(config: Config, where: Places, address: str, resume: Path | None = None) -> tuple[list[str], dict[str, str]]:
     """Arguments for Python, and environment variables."""
-    variables = environment(where)
+    variables = {"VERL_FILE_LOGGER_PATH": str(where.metrics)}
     overrides = [
         f"hydra.run.dir={literal(str(where.folder / 'hydra'))}",
         *translate(config, where, resume),

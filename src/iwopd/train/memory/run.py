@@ -11,18 +11,16 @@ from iwopd.config import Config
 from iwopd.config.engines import VllmSettings, engine_type
 from iwopd.rollout.local import CACHE_BYTES_CPU
 from iwopd.train.memory.shapes import ModelShape
-from iwopd.train.memory.step import (
-    DTYPE_BYTES,
-    ENGINE_WORKING,
-    NO_WRITER,
-    QUANTIZED_BYTES,
-    StepMemory,
-    Stored,
-    Student,
-    WriterMemory,
-    device_memory,
-    scoring_parts,
-)
+from iwopd.train.memory.step import NO_WRITER, StepMemory, Stored, Student, WriterMemory, device_memory
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}
+"""Of a parameter in a quantised matrix, scales included."""
+ENGINE_WORKING = 2e9
+"""Bytes of a vLLM engine besides weights and cache: activations of a batch, CUDA graphs. An assumption."""
+SCORED_TOKENS, SCORED_BYTES = 8192, 6
+"""Tokens whose logits vLLM makes at once for prompt log-probs (verl's default `max_num_batched_tokens`), and bytes of each
+logit: a bfloat16 and a float32 copy (docs/plan.md)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -142,5 +140,13 @@ class RunShape:
         )
 
     def scoring_on_verl(self, teacher: ModelShape, shards: int) -> dict[str, float]:
-        """One of the `shards` GPUs of a teacher's copy on verl, which writes one token after the longest answer."""
-        return scoring_parts(Stored(teacher, self.teacher_bytes, 1 / shards), self.longest + 1)
+        """Bytes by part on one of the `shards` GPUs of a teacher's copy on verl; the logits lie outside the engine's share.
+
+        The teacher writes one token after the longest answer.
+        """
+        return {
+            "weights": Stored(teacher, self.teacher_bytes, 1 / shards).weights,
+            "one longest answer": (self.longest + 1) * teacher.cache_elements * self.teacher_bytes * (1 / shards),
+            "engine's working": ENGINE_WORKING,
+            "logits": SCORED_TOKENS * teacher.vocabulary * SCORED_BYTES,
+        }

@@ -8,17 +8,8 @@ from iwopd.algo.head import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 from iwopd.train.memory.shapes import ModelShape
 
 GB = 1e9
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}
-"""Of a parameter in a quantised matrix, scales included."""
 ADAPTER_BYTES = 4
 """An adapter is trained in float32, whatever the model's precision."""
-ENGINE_WORKING = 2e9
-"""Bytes of a vLLM engine besides weights and cache: activations of a batch, CUDA graphs. An assumption."""
-SCORED_TOKENS = 8192
-"""Tokens whose logits vLLM makes at once for prompt log-probs (verl's default `max_num_batched_tokens`)."""
-SCORED_BYTES = 6
-"""Of each of those logits: a bfloat16 and a float32 copy (docs/plan.md)."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +177,3 @@ def device_memory(
         writer=writer,
         offloaded=offloaded,
     )
-
-
-def scoring_parts(teacher: Stored, longest: int) -> dict[str, float]:
-    """Bytes by part of a teacher's vLLM engine on one GPU, as verl starts it; the logits lie outside the engine's share."""
-    return {
-        "weights": teacher.weights,
-        "one longest answer": longest * teacher.shape.cache_elements * teacher.number_bytes * teacher.share,
-        "engine's working": ENGINE_WORKING,
-        "logits": SCORED_TOKENS * teacher.shape.vocabulary * SCORED_BYTES,
-    }
