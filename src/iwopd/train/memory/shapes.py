@@ -112,8 +112,9 @@ def _empty_model(config: Any) -> Any:
     """The model without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
+    auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
     model.tie_weights()
     return model
 
