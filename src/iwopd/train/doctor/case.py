@@ -113,17 +113,13 @@ def read_member(name: str, source: ModelSource, trust_remote_code: bool, elsewhe
 def _read(source: ModelSource, trust_remote_code: bool) -> tuple[Any, Any, Any, str]:
     """Tokenizer, config, generation config, and what went wrong."""
     tokenizer = config = generation = None
-    problems = []
     try:
         config, generation = load_configs(source, trust_remote_code=trust_remote_code)
-    except ModelError as error:
-        problems.append(str(error))
-    if brings_tokenizer(source) and not problems:
-        try:
+        if brings_tokenizer(source):
             tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-        except ModelError as error:
-            problems.append(str(error))
-    return tokenizer, config, generation, "; ".join(problems)
+    except ModelError as error:
+        return tokenizer, config, generation, str(error)
+    return tokenizer, config, generation, ""
 
 
 _read_once = lru_cache(maxsize=64)(_read)

@@ -63,12 +63,9 @@ def check_vocabularies(case: Case) -> Iterator[Finding]:
             yield passed("vocabulary", f"{agreement.ids:,} ids mean the same bytes to student and {member.name}")
     highest = max(ours.get_vocab().values())
     if highest >= len(ours):
-        yield failure(
-            "vocabulary",
-            f"the student's tokenizer has {len(ours):,} ids, but the highest is {highest:,}: ids have gaps, and those above "
-            f"{len(ours) - 1:,} could be neither written nor scored",
-            "fill the gaps with unused tokens (tokenizer.add_tokens) and save it again",
-        )
+        lost = f"those above {len(ours) - 1:,} could be neither written nor scored"
+        message = f"the student's tokenizer has {len(ours):,} ids, but the highest is {highest:,}: ids have gaps, and {lost}"
+        yield failure("vocabulary", message, "fill the gaps with unused tokens (tokenizer.add_tokens) and save it again")
 
 
 def check_special_tokens(case: Case) -> Iterator[Finding]:
@@ -88,11 +85,8 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
     if unknown := [word for word, stop in extra.items() if stop is None]:
         yield failure("stop ids", f"rollout.stop_tokens has {unknown[0]!r}, which is not a token of the student", "correct it")
     if beyond := sorted(stop for stop in stops if stop >= len(ours)):
-        yield failure(
-            "stop ids",
-            f"id {beyond[0]:,} should end answers, but the tokenizer has {len(ours):,} ids: it can never be written",
-            "correct eos_token_id in the student's generation_config.json",
-        )
+        message = f"id {beyond[0]:,} should end answers, but the tokenizer has {len(ours):,} ids: it can never be written"
+        yield failure("stop ids", message, "correct eos_token_id in the student's generation_config.json")
     words = {stop: ours.convert_ids_to_tokens(stop) for stop in sorted(stops) if stop < len(ours)}
     ending = _template_ending(ours)
     if ending is not None and ending not in stops:
@@ -130,11 +124,8 @@ def check_rows(case: Case) -> Iterator[Finding]:
             continue
         sizes.append(f"{member.name} {rows:,}")
         if rows < len(ours):
-            yield failure(
-                "output rows",
-                f"the student's tokenizer has {len(ours):,} ids, the {member.name}'s output matrix {rows:,} rows",
-                FAMILY if member.name != "student" else OWN_ROWS,
-            )
+            message = f"the student's tokenizer has {len(ours):,} ids, the {member.name}'s output matrix {rows:,} rows"
+            yield failure("output rows", message, FAMILY if member.name != "student" else OWN_ROWS)
             return
     if sizes:
         left_out = "those beyond the real ids are left out of sampling and of every softmax"

@@ -23,10 +23,9 @@ def check_context(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
         if limit < needed:
             fit = limit - case.max_response - 1
             shorter = f", or data.max_prompt_tokens to {fit:,}" if fit > 0 else ""
+            message = f"the {name} has room for {limit:,} tokens (max_position_embeddings), but {what} are needed"
             yield failure(
-                "context",
-                f"the {name} has room for {limit:,} tokens (max_position_embeddings), but {what} are needed",
-                f"lower rollout.max_tokens to {max(1, limit - case.longest_prompt - 1):,}{shorter}",
+                "context", message, f"lower rollout.max_tokens to {max(1, limit - case.longest_prompt - 1):,}{shorter}"
             )
     if known and all(limit >= needed for limit in known.values()):
         room = ", ".join(f"{name} {limit:,}" for name, limit in known.items())
