@@ -24,7 +24,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "tiny" / "iw-opd.toml"
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "tiny" / "iw-opd.toml"
 METRICS = {"loss": "loss", "gap/abs_mean": "mean |gap|", "kl/sampled": "KL (sampled)", "grad_norm": "gradient norm"}
 """Names in metrics.jsonl and how the figure calls them."""
 Curves = dict[int, dict[str, list[float]]]
@@ -59,9 +60,10 @@ def run(engine: str, seed: int, steps: int, folder: Path) -> dict[str, list[floa
         command += ["--tracking.console", "off", "--checkpoint.every", str(steps)]
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}
         if engine == "verl":
-            from iwopd.cluster.verl import testing
+            sys.path.append(str(ROOT / "tests"))
+            import verl_testing
 
-            variables |= testing.environment()
+            variables |= verl_testing.environment()
             command += ["--engine", "verl", "--cluster.gpus_per_node", "3", "--cluster.teacher_gpus", "1"]
             command += ["--engine.vllm.tensor_parallel", "2"]
         print(f"running {target.name}", flush=True)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from iwopd.cluster.verl import testing
+import verl_testing
 
 MARK = "IWOPD_TEST_JOB"
 
@@ -38,7 +38,7 @@ class Job:
         self.ray_folder = Path(tempfile.mkdtemp(prefix="iw", dir="/tmp"))  # short: sockets live there
         self.variables = {
             **os.environ,
-            **testing.environment(),
+            **verl_testing.environment(),
             MARK: self.mark,
             "RAY_TMPDIR": str(self.ray_folder),
             "RAY_AUTH_MODE": "disabled",  # else a token would have to travel from `ray start` to the jobs

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import iwopd
-from iwopd.commands import (
-    check_code,
-    check_math,
-    compare,
-    demo,
-    doctor,
-    evaluate,
-    export,
-    figures,
-    methods,
-    plan,
-    probe,
-    report,
-    reproduce,
-    serve_teacher,
-    train,
-)
 from iwopd.errors import UserError
+
+COMMANDS = (
+    *("demo", "train", "doctor", "plan", "eval", "compare", "probe", "report", "figures", "export", "reproduce"),
+    *("serve-teacher", "check-math", "check-code", "methods"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,25 +43,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"iwopd {iwopd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (
-        demo,
-        train,
-        doctor,
-        plan,
-        evaluate,
-        compare,
-        probe,
-        report,
-        figures,
-        export,
-        reproduce,
-        serve_teacher,
-        check_math,
-        check_code,
-        methods,
-    ):
-        command.add(commands)
+    for name in COMMANDS:
+        add_command(commands, name)
     return parser
+
+
+def add_command(commands: Any, name: str) -> None:
+    """Add the command that a module of `iwopd.commands` describes: its docstring, `HELP`, perhaps `EPILOG`, `add` and `run`."""
+    module = importlib.import_module(f"iwopd.commands.{'evaluate' if name == 'eval' else name.replace('-', '_')}")
+    epilog = getattr(module, "EPILOG", None)
+    texts = {"help": module.HELP, "description": module.__doc__, "epilog": epilog}
+    parser = commands.add_parser(name, **texts, add_help=name != "train")  # which has its own
+    if "\n\n" in f"{module.__doc__}{epilog}":  # laid out by hand
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.add(parser)
+    parser.set_defaults(run=module.run)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import debian
-from iwopd.commands import check_code as command
+from iwopd.cli import add_command
 from iwopd.data.sources import SourceError
 from iwopd.errors import UserError
 from iwopd.eval import evalplus
@@ -223,8 +223,9 @@ def test_a_sandbox_that_does_not_start_is_no_verdict(monkeypatch: pytest.MonkeyP
 
 
 def _command(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    start = "import argparse, sys; from iwopd.commands import check_code as c; from iwopd.errors import UserError\n"
-    start += "p = argparse.ArgumentParser(); c.add(p.add_subparsers()); o = p.parse_args(['check-code', *sys.argv[1:]])\n"
+    start = "import argparse, sys; from iwopd.cli import add_command; from iwopd.errors import UserError\n"
+    start += "p = argparse.ArgumentParser(); add_command(p.add_subparsers(), 'check-code')\n"
+    start += "o = p.parse_args(['check-code', *sys.argv[1:]])\n"
     start += "try:\n    sys.exit(o.run(o, []))\nexcept UserError as e:\n    print(e, file=sys.stderr); sys.exit(2)"
     return subprocess.run([sys.executable, "-c", start, *words], input=stdin, capture_output=True, text=True, check=False)
 
@@ -262,7 +263,7 @@ def test_the_command_names_what_is_wrong(
     (tmp_path / "tests.json").write_text(tests)
     monkeypatch.chdir(tmp_path)
     parser = argparse.ArgumentParser()
-    command.add(parser.add_subparsers())
+    add_command(parser.add_subparsers(), "check-code")
     options = parser.parse_args(["check-code", *words])
     with pytest.raises(UserError, match=why):
         options.run(options, [])

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from iwopd.cli import main
-from iwopd.commands import demo
+from iwopd.cli import add_command, main
 from iwopd.commands.engine_options import engine_choice
 from iwopd.config import ConfigError, config_toml, load_config, make_config, make_engine_choice
 from iwopd.demo import _prepare
@@ -234,7 +233,7 @@ def test_a_probe_with_other_engines(events: list[str], tmp_path: Path) -> None:
 
 def test_the_runs_of_a_demo_use_its_engine(events: list[str], tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    demo.add(parser.add_subparsers())
+    add_command(parser.add_subparsers(), "demo")
     words = ["--engine", "toy-engine", "--engine-option", "error=0.001", "--out", str(tmp_path / "demo")]
     options = parser.parse_args(["demo", *words])
     (job,) = _prepare(options, ["opd"], engine_choice(options)).values()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from iwopd.commands import check_math as check_math_command
+from iwopd.cli import add_command
 from iwopd.errors import UserError
 from iwopd.eval import workers
 from iwopd.eval.math import check_math, check_math_many
@@ -316,7 +316,7 @@ def test_the_command_refuses_what_it_cannot_read() -> None:
 def command(arguments: list[str]) -> int:
     """Run the command by its own two functions, without the other commands around it."""
     parser = argparse.ArgumentParser()
-    check_math_command.add(parser.add_subparsers())
+    add_command(parser.add_subparsers(), "check-math")
     options, rest = parser.parse_known_args(["check-math", *arguments])
     assert not rest
     code = options.run(options, rest)

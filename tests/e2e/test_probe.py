@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from iwopd.analysis.probe.result import Probe, read_probe
-from iwopd.commands import probe
+from iwopd.cli import add_command
 from iwopd.errors import UserError
 from iwopd.tiny import task
 from models import make_model, save_byte_model, save_pair
@@ -35,7 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(*words: str | Path) -> None:
     parser = argparse.ArgumentParser()
-    probe.add(parser.add_subparsers(dest="command", required=True))
+    add_command(parser.add_subparsers(dest="command", required=True), "probe")
     options = parser.parse_args(["probe", *(str(word) for word in words)])
     assert options.run(options, []) == 0
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from iwopd.cluster.verl import testing
+import verl_testing
 from iwopd.cluster.verl.translate import places, translate
 from iwopd.config import Config, make_config
 from iwopd.lm import ResponseModel
@@ -139,14 +139,17 @@ def run_verl(folder: Path, configs: dict[str, Config], steps: list[list[Rollout]
         for rollouts in steps
     ]
     overrides = {
-        name: [*translate(config, places(config, folder / "run")), *testing.overrides()] for name, config in configs.items()
+        name: [*translate(config, places(config, folder / "run")), *verl_testing.overrides(config)]
+        for name, config in configs.items()
     }
     (folder / "job.json").write_text(json.dumps({"methods": overrides, "steps": given}))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = (
-        os.environ | testing.environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        os.environ
+        | verl_testing.environment()
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     )
     processes = []
     for rank in range(RANKS):

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from browser.report_runs import handoff, make_run
-from iwopd.commands import figures as command
+from iwopd.cli import add_command
 from iwopd.report import ReportError
 from iwopd.report.charts import Axis, Chart, Series
 from iwopd.report.paper import COLUMN, PAGE, draw, write_figures
@@ -93,7 +93,7 @@ def test_damaged_runs_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
 
 def test_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    command.add(parser.add_subparsers())
+    add_command(parser.add_subparsers(), "figures")
     options = parser.parse_args(["figures", str(small), "--format", "svg", "-o", str(tmp_path / "out")])
     assert options.run(options, []) == 0
     assert re.fullmatch(r"\d+ figures in .*out\n", capsys.readouterr().out)

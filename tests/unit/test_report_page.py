@@ -228,8 +228,9 @@ def test_the_library_is_the_one_we_looked_at() -> None:
 def test_command_line(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     program = (
-        "import argparse, sys\nfrom iwopd.commands import report\nparser = argparse.ArgumentParser()\n"
-        "report.add(parser.add_subparsers())\noptions = parser.parse_args(sys.argv[1:])\nsys.exit(options.run(options, []))"
+        "import argparse, sys\nfrom iwopd.cli import add_command\nparser = argparse.ArgumentParser()\n"
+        "add_command(parser.add_subparsers(), 'report')\n"
+        "options = parser.parse_args(sys.argv[1:])\nsys.exit(options.run(options, []))"
     )
     words = [sys.executable, "-c", program, "report", str(folder), "-o", str(tmp_path / "out.html")]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
@@ -243,7 +244,7 @@ def test_command_refuses_nonsense(tmp_path: Path, name: str, value: float) -> No
 
     options = {"runs": [tmp_path], "out": tmp_path / "r.html", "handoff": None, "max_tokens": None, "watch": True, "every": 5.0}
     with pytest.raises(ReportError, match=f"--{name.replace('_', '-')}"):
-        command._run(argparse.Namespace(**{**options, name: value}), [])
+        command.run(argparse.Namespace(**{**options, name: value}), [])
 
 
 def test_tokens_can_be_read_on_every_colour_in_both_themes() -> None:

@@ -23,7 +23,7 @@ from iwopd.train.doctor.case import Case, open_case
 from iwopd.train.doctor.findings import Finding
 from iwopd.train.doctor.resources import check_resources, step_memory
 from iwopd.train.loading import world_recipe
-from iwopd.train.memory import DeviceLoad, ModelShape, StepMemory, Stored, Student
+from iwopd.train.memory import ModelShape, StepMemory, Stored, Student, device_memory
 from models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def test_a_step_by_hand() -> None:
     assert shape.activation_elements(gradient_checkpointing=False) == 3 * kept
     assert shape.activation_elements(gradient_checkpointing=True) == 3 * 64 + kept
     student = Student(shape, number_bytes=4, compute_bytes=2, gradient_checkpointing=False)
-    needed = DeviceLoad(student, 10, teachers=(Stored(shape, 2), Stored(shape, 2, 0.5)), reference=Stored(shape, 4)).memory
+    needed = device_memory(student, 10, teachers=(Stored(shape, 2), Stored(shape, 2, 0.5)), reference=Stored(shape, 4))
     assert (needed.weights, needed.gradients, needed.adam) == (4 * SIZE, 4 * SIZE, 8 * SIZE)
     assert (needed.teachers, needed.reference) == (3 * SIZE, 4 * SIZE)
     assert needed.activations == 10 * 3 * kept * 2
@@ -89,7 +89,7 @@ def test_a_step_by_hand() -> None:
     assert needed.head == 4 * 2 * 10 * 1000 + 4 * 1000 * 64  # shorter than a chunk; and the output matrix's gradient
     assert needed.total == needed.update == sum(needed.update_parts.values())
     assert needed.checkpoint == 12 * SIZE
-    spread = DeviceLoad(student, 10, trainer="verl", shards=2).memory
+    spread = device_memory(student, 10, shards=2, on_verl=True)
     assert (spread.weights, spread.gradients, spread.adam) == (2 * SIZE, 2 * SIZE, 4 * SIZE)
     assert (spread.autocast_copies, spread.head) == (0, 2 * 2 * 10 * 1000 + 4 * 1000 * 64)
 
@@ -97,7 +97,7 @@ def test_a_step_by_hand() -> None:
 @pytest.mark.parametrize(("quantized", "matrix"), [(None, 2), (0.55, 0.55)])
 def test_an_adapter_trains_little(quantized: float | None, matrix: float) -> None:
     student = Student(ModelShape.of(CONFIG), number_bytes=2, adapter=100, quantized_bytes=quantized)
-    needed = DeviceLoad(student, 1).memory
+    needed = device_memory(student, 1)
     assert needed.weights == pytest.approx(matrix * MATRICES + 2 * (SIZE - MATRICES) + 400)
     assert (needed.gradients, needed.adam, needed.checkpoint) == (400, 800, 1200)
 
@@ -114,7 +114,7 @@ def test_a_real_learner_holds_what_is_counted(dtype: str, rank: int) -> None:
     optimizer.step()
     shape = ModelShape.of(make_model("qwen3").config)
     adapter = shape.adapter_parameters(Lora(rank=rank)) if rank else 0
-    needed = DeviceLoad(Student(shape, number_bytes={"float32": 4, "bfloat16": 2}[dtype], adapter=adapter), 1).memory
+    needed = device_memory(Student(shape, number_bytes={"float32": 4, "bfloat16": 2}[dtype], adapter=adapter), 1)
     assert needed.weights == sum(parameter.nbytes for parameter in model.parameters())
     assert needed.gradients == sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
     moments = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")

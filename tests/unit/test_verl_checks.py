@@ -80,7 +80,7 @@ def test_several_teachers_share_the_pool() -> None:
         ({"rollout": {"max_tokens": None}}, "rollout.max_tokens is needed"),
         ({"engine": {"vllm": {"max_model_len": 500}}}, "engine.vllm.max_model_len is 500, but .* is 2148"),
         ({"engine": {"vllm": {"tensor_parallel": 3}}}, "engine.vllm.tensor_parallel is 3, but the student has 4 GPUs"),
-        ({"cluster": {"sequence_parallel": 3}}, "sequence_parallel is 3, but the student has 4 GPUs a machine"),
+        ({"cluster": {"sequence_parallel": 3}}, "sequence_parallel is 3, but the student has 4 GPUs per machine"),
         ({"cluster": {"sequence_parallel": 2}, "models": {"attention": "sdpa"}}, "needs flash attention"),
         ({"models": {"student": "folder/model.gguf"}}, "models.student is 'folder/model.gguf': .*safetensors"),
         ({"teacher": {"others": {"default": {"model": "org/x"}}}}, "the name 'default' is the first teacher's"),

@@ -1,4 +1,5 @@
-"""The commands, one module each: `add` describes its arguments, `_run` imports what it needs and calls a function.
+"""The commands, one module each: its docstring is the description in its `--help`, `HELP` the line in the list of commands.
 
-Heavy imports stay inside `_run`, so that `iwopd --help` is quick.
+`add` describes the arguments, `run` imports what it needs and calls a function. Heavy imports stay inside `run`, so that
+`iwopd --help` is quick.
 """

@@ -1,4 +1,6 @@
-"""`iwopd check-math`."""
+r"""Takes the last \boxed{} of TEXT outside of thinking blocks and compares it with GOLD by math-verify, as evaluations do.
+Prints the status (correct, wrong, unparsed or timeout), the answer that was found and the reason.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +8,25 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from iwopd.errors import UserError
 
+HELP = "is the boxed answer of a completion equal to a gold answer?"
+EPILOG = (
+    "Exit code 0 if correct, 1 if not. Examples: iwopd check-math 'So it is \\boxed{\\frac12}.' 0.5; "
+    "iwopd check-math @completion.txt '(0,1)'; after `--` an argument may begin with a minus: "
+    "iwopd check-math '\\boxed{-0.5}' -- '-\\frac12'."
+)
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "check-math",
-        help="is the boxed answer of a completion equal to a gold answer?",
-        description="Takes the last \\boxed{} of TEXT outside of thinking blocks and compares it with GOLD by math-verify, as "
-        "evaluations do. Prints the status (correct, wrong, unparsed or timeout), the answer that was found and the reason.",
-        epilog="Exit code 0 if correct, 1 if not. Examples: iwopd check-math 'So it is \\boxed{\\frac12}.' 0.5; "
-        "iwopd check-math @completion.txt '(0,1)'; after `--` an argument may begin with a minus: "
-        "iwopd check-math '\\boxed{-0.5}' -- '-\\frac12'.",
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT", help="the completion; - reads it from standard input, @FILE from a file")
     parser.add_argument("gold", metavar="GOLD", help="the right answer: bare LaTeX, no box, no dollars")
-    parser.add_argument(
-        "--timeout", type=float, default=None, metavar="SECONDS", help="CPU time for the comparison (default: 3)"
-    )
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="CPU time for the comparison (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.eval.math import TIMEOUT_SECONDS, check_math
 
     timeout = TIMEOUT_SECONDS if options.timeout is None else options.timeout
@@ -40,9 +36,8 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     if options.json:
         print(json.dumps({"status": outcome.status, "answer": outcome.answer, "detail": outcome.detail}))
     else:
-        print(f"status  {outcome.status}")
-        print(f"answer  {'(none)' if outcome.answer is None else _printable(outcome.answer)}")
-        print(f"reason  {outcome.detail}")
+        answer = "(none)" if outcome.answer is None else _printable(outcome.answer)
+        print(f"status  {outcome.status}\nanswer  {answer}\nreason  {outcome.detail}")
     return 0 if outcome.status == "correct" else 1
 
 

@@ -1,4 +1,6 @@
-"""`iwopd compare`."""
+"""Paired comparison on the same problems: score and difference of each task with interval and p-value, in words whether it is
+distinguishable from noise, and how much data would settle it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ import argparse
 import io
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from iwopd.commands.options import words
+from iwopd.commands.options import picked, words
 
 if TYPE_CHECKING:
     from iwopd.runs.results import ModelResults
 
+HELP = "tell whether one method is better than another, or only luckier"
 EPILOG = """\
 results are directories: a run of `iwopd train`, or the output of `iwopd eval`
   PATH            named by its method and student
@@ -32,29 +35,19 @@ what the numbers mean
 """
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "compare",
-        help="tell whether one method is better than another, or only luckier",
-        description="Paired comparison on the same problems: score and difference of each task with interval and p-value, in "
-        "words whether it is distinguishable from noise, and how much data would settle it.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", nargs="+", metavar="[NAME=]PATH[@STEP]", help="results to compare, at least two")
     parser.add_argument("--format", choices=("table", "markdown", "latex", "json"), default="table", help="default: table")
     parser.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: the first)")
-    parser.add_argument(
-        "--metric", default="mean", help="mean, best@8, pass@1, majority@32: what K samples are worth (default: mean)"
-    )
+    metric = "mean, best@8, pass@1, majority@32: what K samples are worth (default: mean)"
+    parser.add_argument("--metric", default="mean", help=metric)
     parser.add_argument("--step", type=int, help="step of all training runs (default: the last that was evaluated)")
     parser.add_argument("--tasks", help="comma-separated (default: all)")
     parser.add_argument("--level", type=float, default=0.95, help="confidence level (default: 0.95)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there instead of to the terminal")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, rest: list[str]) -> int:
     from rich.console import Console
 
     from iwopd.analysis.compare import compare
@@ -66,25 +59,21 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         raise ResultsError("--tasks is empty: name tasks, e.g. --tasks aime24,aime25")
     comparison = compare(
         [named_results(word, options.step) for word in options.results],
-        metric=options.metric,
-        baseline=options.baseline,
         tasks=tasks,
-        level=options.level,
+        **picked(options, "metric", "baseline", "level"),
     )
-    if options.output is None and options.format == "table":
-        print_comparison(comparison, Console())
-        return 0
-    if options.format == "table":
-        page = io.StringIO()
+    page = io.StringIO()
+    if options.format != "table":
+        page.write(render(comparison, options.format))
+    elif options.output is not None:
         print_comparison(comparison, Console(file=page, width=120))
-        text = page.getvalue()
     else:
-        text = render(comparison, options.format)
+        print_comparison(comparison, Console())
     if options.output is None:
-        print(text, end="")
+        print(page.getvalue(), end="")
         return 0
     try:
-        options.output.write_text(text, encoding="utf-8")
+        options.output.write_text(page.getvalue(), encoding="utf-8")
     except OSError as error:
         raise ResultsError(f"cannot write {options.output}: {error.strerror}") from None
     return 0

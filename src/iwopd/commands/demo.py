@@ -1,22 +1,19 @@
-"""`iwopd demo`."""
+"""Trains a teacher and a student from nothing, distils with OPD, IW-OPD, Prefix-30 and Suffix-30 on the same prompts with the
+same sampling noise, and shows what comes out. On two cores: minutes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 from iwopd.commands.engine_options import add_engine_options
 
+HELP = "see the position bias on your own CPU, in minutes"
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "demo",
-        help="see the position bias on your own CPU, in minutes",
-        description="Trains a teacher and a student from nothing, distils with OPD, IW-OPD, Prefix-30 and Suffix-30 on the "
-        "same prompts with the same sampling noise, and shows what comes out. On two cores: minutes.",
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", default=None, help="embedded world: clean or drift (default: the one that shows most)")
     parser.add_argument("--lineage", type=int, default=0, help="lineage of the models: another initialisation and data order")
     parser.add_argument("--seeds", type=int, default=1, help="distillation seeds per method (3 for the careful)")
@@ -28,10 +25,9 @@ def add(commands: Any) -> None:
     add_engine_options(parser)
     parser.add_argument("--refresh", action="store_true", help="train the world's models again")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.demo import run_demo
 
     return run_demo(options)

@@ -12,19 +12,10 @@ if TYPE_CHECKING:
 def add_engine_options(parser: argparse.ArgumentParser, who: str = "") -> None:
     """`who` is put before the names: `teacher` gives `--teacher-engine`."""
     name, of = (f"--{who}-engine", f" for the {who}") if who else ("--engine", "")
-    parser.add_argument(
-        name,
-        default="local",
-        metavar="NAME",
-        help=f"who writes{of}: local, vllm, server, or a plug-in's (default: local)",
-    )
-    parser.add_argument(
-        f"{name}-option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help=f"a setting of {name}, e.g. url=http://gpu1:8000 (docs/vllm.md); may be repeated",
-    )
+    engine = f"who writes{of}: local, vllm, server, or a plug-in's (default: local)"
+    setting = f"a setting of {name}, e.g. url=http://gpu1:8000 (docs/vllm.md); may be repeated"
+    parser.add_argument(name, default="local", metavar="NAME", help=engine)
+    parser.add_argument(f"{name}-option", action="append", default=[], metavar="NAME=VALUE", help=setting)
 
 
 def engine_choice(options: argparse.Namespace, who: str = "") -> EngineChoice:

@@ -1,4 +1,10 @@
-"""`iwopd eval`."""
+r"""Evaluate a model. Each task brings its protocol (aime24, aime25, hmmt25, math500, gsm8k: 32 samples at temperature 1, last
+\boxed{} up to symbolic equivalence; humaneval+, mbpp+: greedy, EvalPlus's tests in a sandbox; tiny: the embedded world);
+--samples and --temperature override it. Sampling noise depends on seed, problem and sample alone, so that two models can be
+compared problem by problem: `iwopd compare`.
+
+Finished samples are kept in the folder --out; a re-run goes on with what is missing.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from iwopd.commands.engine_options import add_engine_options, engine_choice
-from iwopd.commands.options import add_model_options, model_options, words
+from iwopd.commands.options import add_model_options, model_options, picked, words
 
-DESCRIPTION = """\
-Evaluate a model. Each task brings its protocol (aime24, aime25, hmmt25, math500, gsm8k: 32 samples at temperature 1, last
-\\boxed{} up to symbolic equivalence; humaneval+, mbpp+: greedy, EvalPlus's tests in a sandbox; tiny: the embedded world);
---samples and --temperature override it. Sampling noise depends on seed, problem and sample alone, so that two models can be
-compared problem by problem: `iwopd compare`.
-
-Finished samples are kept in the folder --out; a re-run goes on with what is missing."""
-
+HELP = "evaluate a model on math, code or your own tasks"
 EPILOG = """\
 examples:
   iwopd eval --model runs/iw-opd-seed0 --tasks tiny
@@ -27,17 +26,11 @@ examples:
   iwopd eval --model ./model --tasks math500 --engine server --engine-option url=http://gpu1:8000
 
 data: --data TASK=FILE (JSONL or parquet with id, problem, answer; code: EvalPlus's files), else a file in the folder that
-IWOPD_DATA names, else the Hugging Face hub (math) or EvalPlus's releases (code)."""
+IWOPD_DATA names, else the Hugging Face hub (math) or EvalPlus's releases (code).
+"""
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "eval",
-        help="evaluate a model on math, code or your own tasks",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="local folder, hub id, or a run directory (its newest checkpoint)")
     parser.add_argument("--step", type=int, help="with a run directory: the checkpoint of this step")
     parser.add_argument("--tasks", required=True, help="comma-separated names or TOML files")
@@ -56,10 +49,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--unsafe-no-sandbox", action="store_true", help="run generated code unprotected (do not)")
     parser.add_argument("--out", type=Path, help="folder of the evaluation (default: evals/<model>)")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object, last")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.eval.present import print_results
     from iwopd.eval.session import Request, run_evaluation
     from iwopd.stages import ConsoleStages
@@ -68,19 +60,12 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     request = Request(
         model=model,
         tasks=words(options.tasks),
-        samples=options.samples,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-        limit=options.limit,
-        thinking=options.thinking,
         chat=not options.no_chat,
         data=_data(options.data),
         unsafe=options.unsafe_no_sandbox,
         engine=engine_choice(options),
         label=label,
+        **picked(options, "samples", "temperature", "top_p", "top_k", "max_tokens", "seed", "limit", "thinking"),
         **model_options(options),
     )
     out: Path = options.out or Path("evals") / name
@@ -93,13 +78,10 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 def _data(given: Sequence[str]) -> dict[str, Path]:
     from iwopd.eval.session import RequestError
 
-    found = {}
     for word in given:
-        name, sign, path = word.partition("=")
-        if not sign or not path:
+        if not word.partition("=")[2]:
             raise RequestError(f"--data {word!r} should look like --data aime25=problems.jsonl")
-        found[name] = Path(path)
-    return found
+    return {name: Path(path) for name, _, path in (word.partition("=") for word in given)}
 
 
 def _model(text: str, step: int | None) -> tuple[str, dict[str, Any], str]:

@@ -1,27 +1,23 @@
-"""`iwopd export`."""
+"""Copy the student of a run to a folder that transformers loads, with its tokenizer and model card. A LoRA student is an
+adapter (peft and its base model are needed to load it); --merge adds it into the base model's weights.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+
+HELP = "a trained student as a folder for from_pretrained"
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "export",
-        help="a trained student as a folder for from_pretrained",
-        description="Copy the student of a run to a folder that transformers loads, with its tokenizer and model card. A LoRA "
-        "student is an adapter (peft and its base model are needed to load it); --merge adds it into the base model's weights.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="run directory (its newest checkpoint), or one of its checkpoints")
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument("--merge", action="store_true", help="add an adapter into the weights")
     parser.add_argument("--step", type=int, help="checkpoint of this step instead of the newest")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, _rest: list[str]) -> int:
+def run(options: argparse.Namespace, _rest: list[str]) -> int:
     from iwopd.train.export import export
 
     written = export(options.source, options.out, merged=options.merge, step=options.step)

@@ -1,4 +1,4 @@
-"""`iwopd methods`."""
+"""List every method, objective and weight rule with formula and parameters."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import argparse
 import json
 from typing import Any
 
+HELP = "list every method, objective and weight rule with formula and parameters"
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser("methods", help="list every method, objective and weight rule with formula and parameters")
+
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.methods import catalogue
 
     found = catalogue()

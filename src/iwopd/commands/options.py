@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 
+def picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """These options as keyword arguments."""
+    return {name: getattr(options, name) for name in names}
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """How models are loaded: `eval`, `probe` and `serve-teacher`."""
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
@@ -17,18 +22,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def model_options(options: argparse.Namespace) -> dict[str, Any]:
     """The same as keyword arguments."""
-    return {"dtype": options.dtype, "device": options.device, "trust_remote_code": options.trust_remote_code}
+    return picked(options, "dtype", "device", "trust_remote_code")
 
 
 def add_report_sources(parser: argparse.ArgumentParser) -> None:
     """What is shown: `report` and `figures`."""
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN_OR_PROBE",
-        help="run directory, probe (folder or probe.json), or a folder of them",
-    )
+    what = "run directory, probe (folder or probe.json), or a folder of them"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_OR_PROBE", help=what)
     parser.add_argument("--probe", type=Path, action="append", default=[], metavar="PROBE", help="probe; may be repeated")
     parser.add_argument("--handoff", type=Path, help="hand-off curve (default: handoff.json beside the runs)")
 
@@ -62,10 +62,10 @@ USERS_KEYS = ("eval.data", "teacher.others", "engine")
 
 def _setting(name: str) -> str:
     """The name of a setting, in which `-` may stand for `_`; a key that a user chose stays as written."""
-    plain = name.replace("-", "_")
+    plain, written = name.replace("-", "_"), name.split(".")
     parts = plain.split(".")
     for table in USERS_KEYS:
         if plain.startswith(f"{table}."):
             place = table.count(".") + 1
-            parts[place] = name.split(".")[place]
+            parts[place] = written[place]
     return ".".join(parts)

@@ -1,20 +1,19 @@
-"""`iwopd plan`."""
+"""Estimate memory, time and cost of a recipe on GPUs that need not be here: will it fit, and what is the bottleneck. Reads the
+models' shapes, never their weights. The exit code is 1 if it does not fit. Settings can be overridden as in `iwopd train`.
+How good the estimate is: docs/plan.md.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+
+from iwopd.commands.options import parse_overrides
+
+HELP = "estimate what a recipe needs on a cluster"
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="estimate what a recipe needs on a cluster",
-        description="Estimate memory, time and cost of a recipe on GPUs that need not be here: will it fit, and what is the "
-        "bottleneck. Reads the models' shapes, never their weights. The exit code is 1 if it does not fit. Settings can be "
-        "overridden as in `iwopd train`. How good the estimate is: docs/plan.md.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="TOML recipe")
     parser.add_argument("--gpu", default="h100", help="a100-40, a100-80, h100 (default), h200, b200, l40s, rtx4090")
     parser.add_argument("--nodes", type=int, help="machines (default: 1)")
@@ -22,13 +21,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--response-tokens", type=float, help="mean length of an answer (default: a quarter of the longest)")
     parser.add_argument("--price", type=float, help="of one GPU-hour, in any currency (default: GPU-hours only)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, rest: list[str]) -> int:
     import json
 
-    from iwopd.commands.options import parse_overrides
     from iwopd.config import load_config
 
     config = load_config(options.recipe, parse_overrides(rest))
@@ -36,9 +33,8 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.cluster.plan import PlanError, as_dict, find_gpu, make_plan, open_workload, report
 
     gpu = find_gpu(options.gpu)
-    cluster: Any = getattr(config, "cluster", None)  # what the recipe says, where the command line says nothing
-    nodes = options.nodes if options.nodes is not None else getattr(cluster, "nodes", 1)
-    gpus = options.gpus_per_node if options.gpus_per_node is not None else getattr(cluster, "gpus_per_node", 8)
+    nodes = config.cluster.nodes if options.nodes is None else options.nodes
+    gpus = config.cluster.gpus_per_node if options.gpus_per_node is None else options.gpus_per_node
     for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus)):
         if value < 1:
             raise PlanError(f"{name} is {value}: it must be at least 1")

@@ -1,4 +1,9 @@
-"""`iwopd probe`."""
+"""How strong is the position bias of a student and its teacher? Measured from the student's rollouts, without training: the
+hand-off curve (the student begins, the teacher finishes), disagreement and prefix likelihood by position, what each weight rule
+would do to these rollouts, and how each rule's update points towards correct solutions. Ends with a verdict in words.
+
+Only the hand-off curve needs answers, only the gradient alignment needs solutions; what cannot be measured is named.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iwopd.commands.engine_options import add_engine_options, engine_choice
-from iwopd.commands.options import add_model_options, model_options, words
+from iwopd.commands.options import add_model_options, model_options, picked, words
 
 if TYPE_CHECKING:
     from iwopd.analysis.probe.inputs import Material, Pair
 
-DESCRIPTION = """\
-How strong is the position bias of a student and its teacher? Measured from the student's rollouts, without training: the
-hand-off curve (the student begins, the teacher finishes), disagreement and prefix likelihood by position, what each weight rule
-would do to these rollouts, and how each rule's update points towards correct solutions. Ends with a verdict in words.
-
-Only the hand-off curve needs answers, only the gradient alignment needs solutions; what cannot be measured is named."""
-
+HELP = "measure the position bias of a student/teacher pair, without training"
 EPILOG = """\
 examples:
   iwopd probe --world clean
@@ -27,17 +26,11 @@ examples:
   iwopd probe --student ./student --teacher ./teacher --prompts prompts.jsonl --max-tokens 512 --skip alignment
 
 prompts: JSONL with `prompt` or `messages`, and optionally `id`, `answer` (checked as math, or as --task does) and `solution`.
-parts for --skip: handoff, positions, overlap, likelihood, rules, alignment. docs/probe.md explains every number."""
+parts for --skip: handoff, positions, overlap, likelihood, rules, alignment. docs/probe.md explains every number.
+"""
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "probe",
-        help="measure the position bias of a student/teacher pair, without training",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--student", help="local folder or hub id")
     parser.add_argument("--teacher", help="local folder or hub id")
     parser.add_argument("--world", help="embedded world instead of a pair: clean or drift")
@@ -57,17 +50,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--continuations", type=int, default=4, metavar="K", help="of each prefix (default: 4)")
     parser.add_argument("--bins", type=int, default=10, help="parts of a response (default: 10)")
     parser.add_argument("--top-k", type=int, default=5, help="of the overlap (default: 5)")
-    parser.add_argument(
-        "--drift", type=float, default=2.0, help="a token is a drift if its gap is below minus this (default: 2)"
-    )
+    parser.add_argument("--drift", type=float, default=2.0, help="a token drifts if its gap is below minus this (default: 2)")
     parser.add_argument("--gamma", type=float, default=0.5, help="of IW-OPD, for the verdict (default: 0.5)")
-    parser.add_argument(
-        "--rule",
-        action="append",
-        default=[],
-        metavar="NAME[:PARAM=VALUE,...]",
-        help="one more weight rule to look at, e.g. survival:tau=2,floor=0.1; may be repeated",
-    )
+    rule = "one more weight rule to look at, e.g. survival:tau=2,floor=0.1; may be repeated"
+    parser.add_argument("--rule", action="append", default=[], metavar="NAME[:PARAM=VALUE,...]", help=rule)
     parser.add_argument("--batches", type=int, default=8, help="of the gradient alignment (default: 8)")
     parser.add_argument("--batch-size", type=int, default=32, help="prompts of such a batch (default: 32)")
     parser.add_argument("--skip", default="", metavar="PARTS", help="comma-separated parts to leave out")
@@ -76,10 +62,9 @@ def add(commands: Any) -> None:
     add_engine_options(parser, "teacher")
     parser.add_argument("-o", "--output", type=Path, help="result (default: probes/<student>-from-<teacher>/probe.json)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout, tables on stderr")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, rest: list[str]) -> int:
     from rich.console import Console
 
     from iwopd.analysis.probe.present import print_probe
@@ -129,23 +114,16 @@ def _settings(options: argparse.Namespace, max_tokens: int) -> Any:
         fractions = tuple(float(word) for word in words(options.fractions))
     except ValueError:
         raise ProbeError(f"--fractions should look like 0,0.1,0.3, got {options.fractions!r}") from None
+    same = ("samples", "temperature", "seed", "continuations", "bins", "top_k", "drift", "gamma", "batches")
     return ProbeSettings(
         max_tokens=max_tokens,
-        samples=options.samples,
-        temperature=options.temperature,
-        seed=options.seed,
         fractions=fractions,
-        continuations=options.continuations,
-        bins=options.bins,
-        top_k=options.top_k,
-        drift=options.drift,
-        gamma=options.gamma,
-        batches=options.batches,
         batch_prompts=options.batch_size,
         rules=tuple(options.rule),
         skip=frozenset(words(options.skip)),
         engine=engine_choice(options),
         teacher_engine=engine_choice(options, "teacher"),
+        **picked(options, *same),
     )
 
 
@@ -164,10 +142,9 @@ def _world(options: argparse.Namespace) -> tuple[Pair, Material, str]:
     from iwopd.analysis.probe.result import ProbeError
     from iwopd.train.progress import pretraining_progress
 
+    sizes = {"teacher": options.teacher_size, "student": options.student_size}
     try:
-        recipe = tiny.world_recipe(
-            options.world, teacher=options.teacher_size, student=options.student_size, lineage=options.lineage
-        )
+        recipe = tiny.world_recipe(options.world, lineage=options.lineage, **sizes)
     except ValueError as error:
         raise ProbeError(f"--world: {error}") from None
     with pretraining_progress() as progress:

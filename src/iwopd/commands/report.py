@@ -1,32 +1,28 @@
-"""`iwopd report`."""
+"""Writes one self-contained HTML page on run directories and probes (`iwopd probe`). Of runs: comparison, learning curves,
+gap, KL and weights along the answer, training health, and single answers token by token. Of probes: verdict, hand-off
+curve, disagreement by position, prefix likelihoods, weight rules and gradient alignment. It opens from disk and needs no
+network. What is unfinished or damaged is shown as far as it goes; it says what is missing.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from iwopd.commands.options import add_report_sources
 
+HELP = "one page on runs and probes: what was learned, and where the signal goes"
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "report",
-        help="one page on runs and probes: what was learned, and where the signal goes",
-        description="Writes one self-contained HTML page on run directories and probes (`iwopd probe`). Of runs: comparison, "
-        "learning curves, gap, KL and weights along the answer, training health, and single answers token by token. Of probes: "
-        "verdict, hand-off curve, disagreement by position, prefix likelihoods, weight rules and gradient alignment. It opens "
-        "from disk and needs no network. What is unfinished or damaged is shown as far as it goes; it says what is missing.",
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
     add_report_sources(parser)
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
     parser.add_argument("--max-tokens", type=int, default=None, help="most tokens in the token view (default: 1,200,000)")
-    parser.add_argument("--watch", action="store_true", help="write the page anew as the runs go on, until they are finished")
+    parser.add_argument("--watch", action="store_true", help="write the page again as the runs go on, until they are finished")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between looks with --watch (default: 5)")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.report import ReportError, write_report
     from iwopd.report.page import MAX_TOKENS
     from iwopd.report.text import printable
@@ -37,14 +33,11 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         raise ReportError(f"--max-tokens must not be negative, got {max_tokens}")
     if not 0.1 <= options.every <= 3600:
         raise ReportError(f"--every must be between 0.1 and 3600 seconds, got {options.every:g}")
+    common = {"probes": options.probe, "handoff": options.handoff, "max_tokens": max_tokens}
     if options.watch:
-
-        def say(text: str) -> None:
-            print(printable(text), flush=True)
-
-        common = {"probes": options.probe, "handoff": options.handoff, "max_tokens": max_tokens}
+        say = lambda text: print(printable(text), flush=True)  # noqa: E731
         watch(options.runs, options.out, every=options.every, say=say, **common)
         return 0
-    out = write_report(options.runs, options.out, probes=options.probe, handoff=options.handoff, max_tokens=max_tokens)
+    out = write_report(options.runs, options.out, **common)
     print(f"report: {printable(str(out))}")
     return 0

@@ -1,29 +1,22 @@
-"""`iwopd reproduce`."""
+"""Redraw the paper's figures and tables on the embedded world: P1 to P10 of the method's list (p1 first or last 30 %, p2
+hand-off, p3 IW-OPD against OPD with controls, p4 size ratio, p5 KL during training, p6 likelihood of prefixes, p7 ideal
+weights, p8 ablations, p9 ExOPD, p10 stronger and weaker teacher), or all of them; and `own`, the survival weights of ours
+against OPD and IW-OPD at several learning rates.
+
+Runs are named by the hash of their settings, made a few at a time, kept, and resumed after an interruption: a second call
+only reads. Differences are paired by lineage, seed and problem, with 95 % intervals over runs and problems.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
-DESCRIPTION = """\
-Redraw the paper's figures and tables on the embedded world: P1 to P10 of the method's list (p1 first or last 30 %, p2
-hand-off, p3 IW-OPD against OPD with controls, p4 size ratio, p5 KL during training, p6 likelihood of prefixes, p7 ideal
-weights, p8 ablations, p9 ExOPD, p10 stronger and weaker teacher), or all of them; and `own`, the survival weights of ours
-against OPD and IW-OPD at several learning rates.
-
-Runs are named by the hash of their settings, made a few at a time, kept, and resumed after an interruption: a second call
-only reads. Differences are paired by lineage, seed and problem, with 95 % intervals over runs and problems."""
+HELP = "redraw the paper's figures and tables on the embedded world"
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "reproduce",
-        help="redraw the paper's figures and tables on the embedded world",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("items", nargs="+", metavar="ITEM", help="p1 ... p10, all (of these), or own")
     parser.add_argument("--seeds", type=int, default=3, help="distillation seeds (default: 3)")
     parser.add_argument("--lineages", type=int, default=2, help="lineages of teacher and student (default: 2)")
@@ -39,10 +32,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--markdown", type=Path, help="write the tables as Markdown, too")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the learning curves as SVG (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, rest: list[str]) -> int:
     import json
     from importlib.util import find_spec
 

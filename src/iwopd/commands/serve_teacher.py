@@ -1,4 +1,9 @@
-"""`iwopd serve-teacher`."""
+"""Serve a model as a teacher: other processes and machines have their rollouts scored by it. It speaks the same language as
+vLLM's completions (prompt_logprobs), which is the better choice where vLLM runs; this one needs nothing but transformers.
+
+It listens on this machine only, unless the environment variable that --token-env names holds a secret; clients name the
+variable that holds it on their side with --teacher.api_key_env.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +11,33 @@ import argparse
 import os
 import signal
 import threading
-from types import FrameType
 from typing import Any
 
 from iwopd.commands.options import add_model_options, model_options
 
-DESCRIPTION = """\
-Serve a model as a teacher: other processes and machines have their rollouts scored by it. It speaks the same language as
-vLLM's completions (prompt_logprobs), which is the better choice where vLLM runs; this one needs nothing but transformers.
-
-It listens on this machine only, unless the environment variable that --token-env names holds a secret; clients name the
-variable that holds it on their side with --teacher.api_key_env."""
-
+HELP = "let other processes have their rollouts scored by a model"
 EPILOG = """\
 examples:
   iwopd serve-teacher Qwen/Qwen3-4B-Instruct-2507 --device cuda --dtype bfloat16
-  iwopd train recipe.toml --teacher.urls "['http://127.0.0.1:8011']" """
+  iwopd train recipe.toml --teacher.urls "['http://127.0.0.1:8011']"
+"""
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "serve-teacher",
-        help="let other processes have their rollouts scored by a model",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="local folder or hub id")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8011, help="0: any free one (default: 8011)")
     parser.add_argument("--name", help="what clients call the model (default: as given)")
-    parser.add_argument(
-        "--token-env", default="IWOPD_SERVER_TOKEN", help="variable that holds the token (default: IWOPD_SERVER_TOKEN)"
-    )
+    token = "variable that holds the token (default: IWOPD_SERVER_TOKEN)"
+    parser.add_argument("--token-env", default="IWOPD_SERVER_TOKEN", help=token)
     add_model_options(parser)
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--token-budget", type=int, help="tokens that go through the model at a time")
     parser.add_argument("--vocab-size", type=int, help="ids that can occur, without padding rows (default: its tokenizer's)")
     parser.add_argument("--max-length", type=int, help="longest sequence, one token more included (default: the model's)")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, rest: list[str]) -> int:
     import torch
 
     from iwopd.model_facts import context_length
@@ -61,12 +51,11 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         torch.set_num_threads(options.threads)
     token = os.environ.get(options.token_env, "").strip() or None
     # The port comes first: an address that is taken should not cost the loading of a model.
-    server = TeacherServer(options.name or options.model, host=options.host, port=options.port, token=token)
-    with server:
+    with TeacherServer(options.name or options.model, host=options.host, port=options.port, token=token) as server:
         model = load_model(options.model, **model_options(options)).eval()
         length = options.max_length or context_length(model.config) or 2**31
-        known = {"given": options.vocab_size, "trust_remote_code": options.trust_remote_code}
-        ids = served_vocabulary(options.model, model, **known)
+        trust = options.trust_remote_code
+        ids = served_vocabulary(options.model, model, given=options.vocab_size, trust_remote_code=trust)
         server.model = ServingModel(model, vocab_size=ids, max_length=length, token_budget=options.token_budget)
         _stop_on_signals(server)
         print(f"serving {server.name} at {server.url} ({ids} ids, {length} tokens); stop with Ctrl-C", flush=True)
@@ -75,7 +64,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _stop_on_signals(server: Any) -> None:
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop(*_: Any) -> None:
         threading.Thread(target=server.shutdown, daemon=True).start()  # it waits for the loop, which this thread runs
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,6 @@
-"""`iwopd train`."""
+"""Train a student by a recipe (a TOML file). Any setting can be overridden by its dotted name: --optim.lr 1e-4 --method.params
+'{gamma = 1.0}'. The run directory holds settings, metrics, evaluations, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,10 @@ from typing import Any
 
 from iwopd.commands.options import parse_overrides
 
+HELP = "train a student by a recipe"
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "train",
-        help="train a student by a recipe",
-        description="Train a student by a recipe (a TOML file). Any setting can be overridden by its dotted name: "
-        "--optim.lr 1e-4 --method.params '{gamma = 1.0}'. The run directory holds settings, metrics, evaluations, checkpoints.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help message and exit")
     parser.add_argument("recipe", type=Path, help="TOML recipe; with --resume also a run directory")
     parser.add_argument("--out", type=Path, help="run directory (default: runs/<recipe>-seed<seed>)")
@@ -31,19 +27,18 @@ def add(commands: Any) -> None:
     verl.add_argument("--gpus-per-node", type=int, help="GPUs of each: cluster.gpus_per_node")
     verl.add_argument("--ray-address", help="a running Ray cluster: auto, host:port (default: RAY_ADDRESS, else its own Ray)")
     verl.add_argument("--dry-run", action="store_true", help="print verl's whole command, and do nothing")
-    parser.set_defaults(run=_run)
 
 
 class _Help(argparse.Action):
     """Help with all settings. They are read when somebody asks: other commands need not wait for the tree of settings."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.epilog = _settings_help()
+        parser.epilog, parser.formatter_class = _settings_help(), argparse.RawDescriptionHelpFormatter
         parser.print_help()
         parser.exit()
 
 
-def _run(options: argparse.Namespace, rest: list[str]) -> int:
+def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.config import ConfigError, load_config
 
     overrides = parse_overrides(rest)

@@ -1,7 +1,4 @@
-"""One validated tree of settings. A recipe is a TOML file of it; the command line overrides it by dotted names.
-
-Unknown keys are refused with the nearest right one. The resolved tree is saved in the run directory.
-"""
+"""One validated tree of settings. A recipe is a TOML file of it; the command line overrides it by dotted names."""
 
 from iwopd.config.cluster import Cluster
 from iwopd.config.engines import TeacherSource

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from iwopd.config.section import ConfigError, Dtype, Place, Section, validate_part
 from iwopd.data.teacher_view import PromptTemplate
@@ -14,32 +14,42 @@ from iwopd.data.teacher_view import PromptTemplate
 if TYPE_CHECKING:
     from iwopd.rollout.engine import Engine
 
-RENAMED = {
-    **{f"vllm.{name}": f"engine.vllm.{name}" for name in ("dtype", "max_model_len", "memory_share", "cache_gb")},
-    **{f"vllm.{name}": f"engine.vllm.{name}" for name in ("tensor_parallel", "eager", "sleep")},
-    **{f"vllm.{name}": f"engine.server.{name}" for name in ("url", "name", "weights_folder", "api_key_env")},
-    **{f"vllm.{name}": f"engine.server.{name}" for name in ("max_in_flight", "request_timeout", "patience")},
-    "vllm.mismatch_limit": "rollout.mismatch_limit",
-}
-"""Settings that have another name now."""
+
+def _variable(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError("must be the name of an environment variable, not the key itself")
+    return name
+
+
+def _server_url(url: str) -> str:
+    """Scheme, host and port (and a path if a proxy needs one), without the `/v1` that some write."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise ValueError("a server's URL looks like http://host:8000")
+    if parts.username or parts.password:
+        raise ValueError("a URL must not hold a password: put the key into an environment variable and name it: api_key_env")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+Variable = Annotated[str, AfterValidator(_variable)]
+Url = Annotated[str, AfterValidator(_server_url)]
+Urls = Annotated[list[str], AfterValidator(lambda urls: [_server_url(url) for url in urls])]
 
 
 class RolloutSettings(Section):
-    engine: str = Field(
-        "local", description="who writes: local (transformers), vllm, server (engine.server.url), or a plug-in's engine"
-    )
+    engine: str = Field("local", description="who writes: local (transformers), vllm, server (engine.server), or a plug-in's")
     prompts_per_step: int = Field(64, ge=1, description="prompts of one step")
     samples: int = Field(1, ge=1, description="rollouts per prompt")
     max_tokens: int | None = Field(None, ge=1, description="longest response; empty: what the world's answers need")
     temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it, too")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")
     top_k: int = Field(0, ge=0, description="keep the k likeliest ids; 0: off")
-    stop_tokens: list[str] = Field(
-        [], description="tokens that end an answer, besides those of tokenizer and generation config"
-    )
-    truncated: Literal["keep", "mask", "drop"] = Field(
-        "keep", description="rollouts cut off by max_tokens: train on them or not"
-    )
+    stop_tokens: list[str] = Field([], description="tokens that end an answer, beside those of tokenizer and generation config")
+    truncated: Literal["keep", "mask", "drop"] = Field("keep", description="rollouts cut off by max_tokens: trained on or not")
     mismatch_limit: float | None = Field(
         None, gt=0, description="mean |difference| of engine's and trainer's log-probs that ends a run; empty: by dtype"
     )
@@ -51,14 +61,10 @@ class RolloutSettings(Section):
 class TeacherSource(Section):
     """Where a teacher is, and what it sees."""
 
-    urls: Place[list[str]] = Field(
-        [], description="servers (replicas) that score, e.g. ['http://gpu1:8000']; empty: a local model"
-    )
+    urls: Place[Urls] = Field([], description="servers (replicas), e.g. ['http://gpu1:8000']; empty: a local model")
     name: str | None = Field(None, description="what the servers call the model; empty: models.teacher, or their only one")
     dialect: Literal["vllm", "sglang"] = Field("vllm", description="vllm (also `iwopd serve-teacher`), or sglang")
-    api_key_env: Place[str | None] = Field(
-        None, description="environment variable that holds the servers' API key; empty: no key"
-    )
+    api_key_env: Place[Variable | None] = Field(None, description="environment variable of the servers' API key; empty: none")
     max_in_flight: Place[int] = Field(16, ge=1, description="requests under way at once, for each server")
     tokens_per_request: Place[int] = Field(8192, ge=1, description="short rollouts travel together up to so many tokens")
     request_timeout: Place[float] = Field(300.0, gt=0, description="seconds for one attempt at one request")
@@ -68,16 +74,6 @@ class TeacherSource(Section):
     user: str | None = Field(
         None, description="user message that the teacher sees: {prompt}, {answer} and the data set's fields are filled in"
     )
-
-    @field_validator("urls")
-    @classmethod
-    def _plain_urls(cls, urls: list[str]) -> list[str]:
-        return [_server_url(url) for url in urls]
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _names_a_variable(cls, name: str | None) -> str | None:
-        return _variable(name)
 
     @model_validator(mode="after")
     def _template_is_one(self) -> Self:
@@ -109,13 +105,9 @@ class VllmSettings(Section):
     """The engine `vllm`: vLLM in the training process. verl's rollouts read this section, too."""
 
     dtype: Dtype | None = Field(None, description="precision of vLLM's copy of the student; empty: models.dtype")
-    max_model_len: int | None = Field(
-        None, ge=2, description="longest prompt and answer together; empty: what prompts and max_tokens can come to"
-    )
+    max_model_len: int | None = Field(None, ge=2, description="longest prompt and answer; empty: what the settings allow")
     memory_share: Place[float] = Field(0.4, gt=0, le=1, description="share of a GPU's memory that vLLM may take")
-    cache_gb: float | None = Field(
-        None, gt=0, description="key/value cache in GB; empty: what memory_share leaves (on a CPU: 1)"
-    )
+    cache_gb: float | None = Field(None, gt=0, description="key/value cache in GB; empty: the rest of memory_share (CPU: 1)")
     tensor_parallel: int = Field(1, ge=1, description="GPUs of one copy of the student (above 1: never run in process)")
     eager: bool = Field(False, description="no CUDA graphs, no compilation: starts faster, runs slower")
     sleep: Place[bool] = Field(False, description="free the GPU's memory between rollouts (was never run)")
@@ -124,28 +116,24 @@ class VllmSettings(Section):
 class ServerSettings(Section):
     """The engine `server`: a vLLM server on this or another machine."""
 
-    url: Place[str | None] = Field(None, description="the server, e.g. http://gpu1:8000")
+    url: Place[Url | None] = Field(None, description="the server, e.g. http://gpu1:8000")
     name: str | None = Field(None, description="what the server calls the student; empty: its only model")
     dtype: Dtype | None = Field(None, description="precision of the server's copy of the student; empty: models.dtype")
     weights_folder: Place[str | None] = Field(
         None, description="folder, for this run alone, that the server sees under the same name: new weights go through it"
     )
-    api_key_env: Place[str | None] = Field(
-        None, description="environment variable that holds the server's API key; empty: no key"
-    )
+    api_key_env: Place[Variable | None] = Field(None, description="environment variable of the server's API key; empty: none")
     max_in_flight: Place[int] = Field(64, ge=1, description="requests under way at once")
     request_timeout: Place[float] = Field(1800.0, gt=0, description="seconds for one attempt at one request")
     patience: Place[float] = Field(120.0, gt=0, description="seconds that the server may be away before the run ends")
 
-    @field_validator("url")
-    @classmethod
-    def _plain_url(cls, url: str | None) -> str | None:
-        return None if url is None else _server_url(url)
 
-    @field_validator("api_key_env")
-    @classmethod
-    def _names_a_variable(cls, name: str | None) -> str | None:
-        return _variable(name)
+RENAMED = {
+    **{f"vllm.{name}": f"engine.vllm.{name}" for name in VllmSettings.model_fields},
+    **{f"vllm.{name}": f"engine.server.{name}" for name in ServerSettings.model_fields if name != "dtype"},
+    "vllm.mismatch_limit": "rollout.mismatch_limit",
+}
+"""Settings that have another name now."""
 
 
 class Engines(Section):
@@ -189,23 +177,3 @@ def engine_type(name: str) -> type[Engine]:
         return ENGINES[name]
     except (LookupError, ImportError, TypeError) as error:
         raise ConfigError(str(error)) from error
-
-
-def _variable(name: str | None) -> str | None:
-    if name is not None and not name.isidentifier():
-        raise ValueError("must be the name of an environment variable, not the key itself")
-    return name
-
-
-def _server_url(url: str) -> str:
-    """Scheme, host and port (and a path if a proxy needs one), without the `/v1` that some write."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        usable = False
-    if not usable or parts.query or parts.fragment:
-        raise ValueError("a server's URL looks like http://host:8000")
-    if parts.username or parts.password:
-        raise ValueError("a URL must not hold a password: put the key into an environment variable and name it: api_key_env")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")

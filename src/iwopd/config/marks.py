@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from iwopd.config.reading import flatten
-from iwopd.config.section import Section
+from iwopd.config.section import Section, has_mark
 from iwopd.config.tree import Config
 
 Name = tuple[str, ...]
@@ -16,7 +16,7 @@ Name = tuple[str, ...]
 
 def marked(*marks: str, section: type[Section] = Config) -> list[str]:
     """Dotted names of the settings with one of these marks. A marked section is one name; `*` is any key or list entry."""
-    return [".".join(name) for name, info in _fields(section) if _has(info, marks)]
+    return [".".join(name) for name, info in _fields(section) if has_mark(info, *marks)]
 
 
 def without(tree: Mapping[str, Any], *marks: str) -> dict[str, Any]:
@@ -65,11 +65,6 @@ def _sections(annotation: Any) -> Iterator[tuple[type[Section], Name]]:
             yield section, (*step, *path)
 
 
-def _has(info: FieldInfo, marks: tuple[str, ...]) -> bool:
-    extra = info.json_schema_extra
-    return isinstance(extra, dict) and any(extra.get(mark) for mark in marks)
-
-
 def _prune(value: Any, names: list[Name]) -> Any:
     if isinstance(value, list):
         return [_prune(one, [name[1:] for name in names if name[:1] == ("*",)]) for one in value]
@@ -78,9 +73,8 @@ def _prune(value: Any, names: list[Name]) -> Any:
     kept = {}
     for key, inner in value.items():
         below = [name[1:] for name in names if name and name[0] in (key, "*")]
-        if () in below:
-            continue
         pruned = _prune(inner, below)
-        if pruned or not (isinstance(inner, Mapping) and inner):  # a section of which nothing is left goes, too
+        emptied = not pruned and isinstance(inner, Mapping) and inner  # a section of which nothing is left goes, too
+        if () not in below and not emptied:
             kept[key] = pruned
     return kept

@@ -11,17 +11,13 @@ from iwopd.data.fields import parse_filter
 
 
 class Models(Section):
-    world: str | None = Field(
-        None, description="embedded world that provides models and prompts: clean, drift; empty: use paths"
-    )
+    world: str | None = Field(None, description="embedded world with models and prompts: clean, drift; empty: use paths")
     student_size: str | None = Field(None, description="size of the world's student; empty: the world's default")
     teacher_size: str | None = Field(None, description="size of the world's teacher; empty: the world's default")
     lineage: int = Field(0, ge=0, description="which of the world's lineages (data order and initialisation of its models)")
     student: str | None = Field(None, description="student: local folder, hub id or GGUF file (not with a world)")
     teacher: str | None = Field(None, description="teacher: local folder, hub id or GGUF file (not with a world)")
-    reference: str | None = Field(
-        None, description="reference for ExOPD and the auxiliary KL; empty: the student's initial weights"
-    )
+    reference: str | None = Field(None, description="of ExOPD and the auxiliary KL; empty: the student's initial weights")
     student_gguf_file: str | None = Field(None, description="GGUF file in the student's folder or repository")
     teacher_gguf_file: str | None = Field(None, description="GGUF file in the teacher's folder or repository")
     reference_gguf_file: str | None = Field(None, description="GGUF file in the reference's folder or repository")
@@ -33,9 +29,7 @@ class Models(Section):
     attention: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] | None = Field(
         None, description="attention implementation of all models; empty: transformers chooses"
     )
-    teacher_device: str | None = Field(
-        None, description="device of the teacher: cpu, cuda:1, or auto (spread); empty: that of the student"
-    )
+    teacher_device: str | None = Field(None, description="of the teacher: cpu, cuda:1, or auto (spread); empty: the student's")
     trust_remote_code: bool = Field(False, description="run model code that a repository brings along")
 
     @model_validator(mode="after")
@@ -56,10 +50,10 @@ class Lora(Section):
     rank: int = Field(0, ge=0, description="rank of the student's LoRA matrices; 0: train all weights")
     alpha: float = Field(32.0, gt=0, description="the adapter's output is scaled by alpha / rank")
     targets: list[str] = Field(
-        ["all-linear"], min_length=1, description="names of the layers that get one; all-linear: all but the output matrix"
+        ["all-linear"], min_length=1, description="layers that get one; all-linear: all but the output matrix"
     )
     quantize: Literal["none", "4bit", "8bit"] = Field(
-        "none", description="keep the frozen weights quantised (QLoRA): needs bitsandbytes and a GPU"
+        "none", description="quantise the frozen weights (QLoRA): needs bitsandbytes and a GPU"
     )
 
     @model_validator(mode="after")

@@ -51,8 +51,7 @@ def make_config(values: Mapping[str, Any], where: str = "the settings") -> Confi
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(fault) for fault in error.errors()]
-        raise ConfigError(f"{where}: " + "; ".join(lines)) from None
+        raise ConfigError(_explained(error, where)) from None
 
 
 def make_engine_choice(name: str, values: Mapping[str, Any], where: str) -> EngineChoice:
@@ -64,7 +63,7 @@ def make_engine_choice(name: str, values: Mapping[str, Any], where: str) -> Engi
         settings = engine.settings_type.model_validate(values)
         engine.check(settings, trained=False)
     except ValidationError as error:
-        raise ConfigError(f"{where}: " + "; ".join(_explain(fault) for fault in error.errors())) from None
+        raise ConfigError(_explained(error, where)) from None
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
     return EngineChoice(name, settings)
@@ -138,6 +137,10 @@ def _is_open(name: str) -> bool:
     table, _, inner = name.partition(".")
     further = table == "engine" and "." in inner and inner.partition(".")[0] not in Engines.model_fields
     return further or name.startswith(tuple(f"{table}." for table in (*OPEN_TABLES, "method")))
+
+
+def _explained(error: ValidationError, where: str) -> str:
+    return f"{where}: " + "; ".join(_explain(fault) for fault in error.errors())
 
 
 def _explain(fault: Mapping[str, Any]) -> str:

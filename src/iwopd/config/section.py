@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import InitErrorDetails
+from pydantic.fields import FieldInfo
 
 from iwopd.errors import ConfigError
 
@@ -33,21 +33,22 @@ class Section(BaseModel):
         return {}
 
 
+def has_mark(info: FieldInfo, *marks: str) -> bool:
+    """Whether a field has one of these marks."""
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and any(extra.get(mark) for mark in marks)
+
+
 def validate_part(section: type[Section], values: Any, name: str) -> Section:
     """A section that another section holds under `name` without a field for it; errors name it as if there were one."""
     try:
         return section.model_validate(values)
     except ValidationError as error:
-        faults = [_below(name, fault) for fault in error.errors()]
+        faults: list[Any] = [{**fault, "loc": (name, *fault["loc"])} for fault in error.errors()]
         raise ValidationError.from_exception_data(section.__name__, faults) from None
 
 
 def outcome_settings(section: Section) -> dict[str, Any]:
     """Settings that are not the defaults and not marked as `Place`."""
-    marks = {name: info.json_schema_extra for name, info in type(section).model_fields.items()}
-    places = {name for name, mark in marks.items() if isinstance(mark, dict) and mark.get("place")}
+    places = {name for name, info in type(section).model_fields.items() if has_mark(info, "place")}
     return section.model_dump(mode="json", exclude_defaults=True, exclude=places)
-
-
-def _below(name: str, fault: Any) -> InitErrorDetails:
-    return InitErrorDetails(type=fault["type"], loc=(name, *fault["loc"]), input=fault["input"], ctx=fault.get("ctx", {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from iwopd.cluster.plan import rates as known
@@ -14,7 +15,6 @@ from iwopd.cluster.plan.rates import Rates
 from iwopd.cluster.plan.rollouts import answer_lengths, decode_seconds, step_seconds
 from iwopd.cluster.plan.work import all_flops, forward_flops, gathered_bytes
 from iwopd.cluster.plan.workload import Workload
-from iwopd.train.memory import ModelShape
 
 SAMPLE = 256
 """Lengths that stand for all of a step where their order does not matter."""
@@ -95,8 +95,7 @@ def make_plan(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Plan:
 
 def _best(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Layout:
     found = list(layouts(work, gpu, nodes, gpus_per_node))
-    fitting = [layout for layout in found if layout.fits]
-    if fitting:
+    if fitting := [layout for layout in found if layout.fits]:
         return min(fitting, key=lambda layout: step_time(work, layout, known.TYPICAL).total)
     return min(found, key=lambda layout: layout.overflow)
 
@@ -111,20 +110,17 @@ def _alternatives(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> I
             return False
 
     larger = sorted((other for other in GPUS.values() if other.memory > gpu.memory), key=lambda other: other.memory)
-    if (other := next((one for one in larger if fits(one, nodes, gpus_per_node)), None)) is not None:
-        yield f"--gpu {other.name}"
+    yield from islice((f"--gpu {other.name}" for other in larger if fits(other, nodes, gpus_per_node)), 1)
     if nodes * gpus_per_node == 1:
-        if (each := next((n for n in (2, 4, 8) if fits(gpu, 1, n)), None)) is not None:
-            yield f"--gpus-per-node {each}"
-    elif (more := next((n for n in range(nodes + 1, 65) if fits(gpu, n, gpus_per_node)), None)) is not None:
-        yield f"--nodes {more}"
+        yield from islice((f"--gpus-per-node {n}" for n in (2, 4, 8) if fits(gpu, 1, n)), 1)
+    else:
+        yield from islice((f"--nodes {n}" for n in range(nodes + 1, 65) if fits(gpu, n, gpus_per_node)), 1)
 
 
 def _other_length(work: Workload, factor: float) -> Workload:
     """With another mean length of an answer, where it was assumed."""
-    if not work.answer_assumed:
-        return work
-    return replace(work, answer=max(1.0, min(float(work.longest_answer), work.answer * factor)))
+    answer = max(1.0, min(float(work.longest_answer), work.answer * factor))
+    return replace(work, answer=answer) if work.answer_assumed else work
 
 
 def step_time(work: Workload, layout: Layout, rates: Rates) -> StepTime:
@@ -139,13 +135,12 @@ def step_time(work: Workload, layout: Layout, rates: Rates) -> StepTime:
     tokens = scale * sum(work.prompt + length for length in lengths)
     passes = math.ceil(tokens / layout.student_gpus / work.micro_batch)
     launching = passes * student.layers * rates.launch_seconds
-    reached = layout.student_gpus * gpu.flops * _training_rate(student, rates)
+    reached = layout.student_gpus * gpu.flops * rates.training(student)
     forward = max(scale * all_flops(student, work.prompt, lengths) / reached, launching)
     recompute = config.optim.gradient_checkpointing
     computing = scale * all_flops(student, work.prompt, lengths, update=True, recompute=recompute) / reached
-    sending = (
-        passes * gathered_bytes(student, recompute) / (layout.student_link * rates.link) if layout.student_gpus > 1 else 0.0
-    )
+    sent = gathered_bytes(student, recompute) if layout.student_gpus > 1 else 0.0
+    sending = passes * sent / (layout.student_link * rates.link)
     return StepTime(
         rollout=rollout,
         teacher=teacher,
@@ -166,14 +161,6 @@ def _has_engine(work: Workload, layout: Layout) -> bool:
     return layout.trainer == "verl" or work.writer != "sampler"
 
 
-def _training_rate(model: ModelShape, rates: Rates) -> float:
-    return rates.train_experts if model.count.experts else rates.train
-
-
-def _scoring_rate(model: ModelShape, rates: Rates) -> float:
-    return rates.score_experts if model.count.experts else rates.score
-
-
 def _rollout(work: Workload, layout: Layout, rates: Rates) -> tuple[float, int, Limit]:
     """Seconds, rows under way, and what holds it up."""
     if layout.trainer == "local" and work.writer == "elsewhere":
@@ -189,14 +176,9 @@ def _rollout(work: Workload, layout: Layout, rates: Rates) -> tuple[float, int, 
     size = work.writing_bytes(layout.trainer)
     how = {"shards": shards, "prompt": work.prompt, "most_rows": rows, "number_bytes": size}
     seconds = decode_seconds(student, gpu, rates, lengths=lengths, **how)
-    reading = mine * forward_flops(student, work.prompt, 1) / (shards * gpu.flops * _scoring_rate(student, rates))
+    reading = mine * forward_flops(student, work.prompt, 1) / (shards * gpu.flops * rates.scoring(student))
     alone = max(lengths) * step_seconds(student, gpu, rates, shards, 1, work.prompt + max(lengths) / 2, size)
-    if alone > 0.5 * seconds:
-        limit: Limit = "tail"
-    elif room < mine and rows == room:
-        limit = "cache"
-    else:
-        limit = "bandwidth"
+    limit: Limit = "tail" if alone > 0.5 * seconds else "cache" if room < mine and rows == room else "bandwidth"
     return seconds + reading, rows, limit
 
 
@@ -208,11 +190,11 @@ def _teachers(work: Workload, layout: Layout, rates: Rates, lengths: list[int], 
     shares = [scale / count * all_flops(teacher, work.prompt, lengths) for teacher in work.teachers.values()]
     if layout.trainer == "local":  # transformers, as in training, one after the other
         rated = zip(shares, work.teachers.values(), strict=True)
-        seconds = sum(flops / (gpu.flops * _training_rate(teacher, rates)) for flops, teacher in rated)
+        seconds = sum(flops / (gpu.flops * rates.training(teacher)) for flops, teacher in rated)
         return seconds, seconds
     longest, work_seconds, last = max(lengths), 0.0, 0.0
     for flops, teacher in zip(shares, work.teachers.values(), strict=True):  # side by side, each on GPUs of its own
-        rate = layout.teacher_shards * gpu.flops * _scoring_rate(teacher, rates)
+        rate = layout.teacher_shards * gpu.flops * rates.scoring(teacher)
         work_seconds = max(work_seconds, flops / (layout.teacher_copies * rate))
         last = max(last, forward_flops(teacher, work.prompt + longest, longest) / rate)
     return work_seconds, last
@@ -221,11 +203,9 @@ def _teachers(work: Workload, layout: Layout, rates: Rates, lengths: list[int], 
 def split_settings(plan: Plan) -> list[str]:
     """Settings that the layout needs where they are not what the recipe has."""
     layout, settings = plan.layout, plan.work.config.cluster
-    if layout.trainer == "local":
-        return []
-    chosen = [f"--cluster.teacher_gpus {layout.teacher_gpus}"] if settings.teacher_gpus != layout.teacher_gpus else []
-    if settings.teacher_tensor_parallel != layout.teacher_shards:
-        chosen.append(f"--cluster.teacher_tensor_parallel {layout.teacher_shards}")
-    if plan.work.engine_shards != layout.rollout_shards:
-        chosen.append(f"--engine.vllm.tensor_parallel {layout.rollout_shards}")
-    return chosen
+    wanted = {
+        "cluster.teacher_gpus": (settings.teacher_gpus, layout.teacher_gpus),
+        "cluster.teacher_tensor_parallel": (settings.teacher_tensor_parallel, layout.teacher_shards),
+        "engine.vllm.tensor_parallel": (plan.work.vllm.tensor_parallel, layout.rollout_shards),
+    }
+    return [f"--{name} {new}" for name, (old, new) in wanted.items() if old != new and layout.trainer == "verl"]

@@ -46,14 +46,10 @@ GPUS = {
 
 def find_gpu(name: str) -> Gpu:
     """By name, in any case, with or without hyphens; `a100` is the one with 80 GB."""
-    plain = {_plain(key): gpu for key, gpu in GPUS.items()} | {"a100": GPUS["a100-80"], "4090": GPUS["rtx4090"]}
-    gpu = plain.get(_plain(name))
+    plain = {key.replace("-", ""): gpu for key, gpu in GPUS.items()} | {"a100": GPUS["a100-80"], "4090": GPUS["rtx4090"]}
+    gpu = plain.get("".join(letter for letter in name.lower() if letter.isalnum()))
     if gpu is None:
         near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise PlanError(f"--gpu {name}: there is no such GPU in the table; {hint}Known: {', '.join(GPUS)}")
     return gpu
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())

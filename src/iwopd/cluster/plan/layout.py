@@ -22,7 +22,7 @@ MOST_ROWS = 256
 Verdict = Literal["yes", "tight", "no"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Need:
     """What one kind of GPU has to hold at one time."""
 
@@ -116,12 +116,8 @@ def _refuse_on_verl(work: Workload) -> None:
         )
     if config.teacher.urls:
         raise PlanError("teacher.urls is set, and verl starts the teacher itself: leave it out, or plan for one GPU")
-    for name, other in config.teacher.others.items():
-        if other.urls:
-            raise PlanError(
-                f"teacher.others.{name}.urls is set, and verl starts all teachers itself: set teacher.others.{name}.model, or "
-                "plan for one GPU"
-            )
+    for name in (f"teacher.others.{name}" for name, other in config.teacher.others.items() if other.urls):
+        raise PlanError(f"{name}.urls is set, and verl starts all teachers itself: set {name}.model, or plan for one GPU")
 
 
 def _on_verl(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_gpus: int) -> Iterator[Layout]:
@@ -136,9 +132,9 @@ def _on_verl(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_g
         teachers = [_teacher_need(work, name, teacher, gpu, shards) for name, teacher in work.teachers.items()]
         if all(need.verdict != "no" for need in teachers):
             break
-    if split is None or split.student.gpus % work.engine_shards:
+    if split is None or split.student.gpus % work.vllm.tensor_parallel:
         return
-    for rollout_shards in _divisors(work.engine_shards, split.student.gpus_per_node):
+    for rollout_shards in _divisors(work.vllm.tensor_parallel, split.student.gpus_per_node):
         memory = work.on_verl(gpus=split.student.gpus, engine_shards=rollout_shards, gpu_memory=gpu.memory)
         token = work.student.cache_elements * work.writing_bytes("verl") / rollout_shards
         writing = _rollouts_need(work, gpu, memory, work.longest * token)
@@ -182,37 +178,24 @@ def _divisors(least: int, most: int) -> list[int]:
 
 
 def _update_need(gpu: Gpu, memory: StepMemory) -> Need:
-    return Need(
-        who="student, update",
-        needed=memory.update,
-        available=gpu.memory,
-        parts=memory.update_parts,
-        remedy="use more GPUs for the student, larger ones, or cluster.sequence_parallel; lower optim.token_budget and "
-        "rollout.max_tokens; or set cluster.offload = true",
+    remedy = (
+        "use more GPUs for the student, larger ones, or cluster.sequence_parallel; lower optim.token_budget and "
+        "rollout.max_tokens; or set cluster.offload = true"
     )
+    return Need("student, update", memory.update, gpu.memory, memory.update_parts, remedy)
 
 
 def _rollouts_need(work: Workload, gpu: Gpu, memory: StepMemory, row: float) -> Need:
     """row: bytes of the longest answer's cache."""
-    share = work.engine_share
+    share = work.vllm.memory_share
     if memory.writer.cache < row:  # not even one longest answer: the share is too small
-        return Need(
-            who="student, rollouts",
-            needed=memory.writer.weights + memory.writer.working + row,
-            available=share * gpu.memory,
-            parts=memory.writer.parts | {"cache": 0.0, "one longest answer": row},
-            remedy=f"raise engine.vllm.memory_share (now {share:g}) or engine.vllm.tensor_parallel, or lower "
-            "rollout.max_tokens",
-            margin=1.0,
-        )
-    return Need(
-        who="student, rollouts",
-        needed=memory.rollouts,
-        available=gpu.memory,
-        parts={"training state": 0.0 if memory.offloaded else memory.state, **memory.writer.parts},
-        remedy=f"lower engine.vllm.memory_share (now {share:g}), set cluster.offload = true, or use more GPUs for the student",
-        margin=ENGINE_MARGIN,
-    )
+        needed = memory.writer.weights + memory.writer.working + row
+        parts = memory.writer.parts | {"cache": 0.0, "one longest answer": row}
+        remedy = f"raise engine.vllm.memory_share (now {share:g}) or engine.vllm.tensor_parallel, or lower rollout.max_tokens"
+        return Need("student, rollouts", needed, share * gpu.memory, parts, remedy, margin=1.0)
+    parts = {"training state": 0.0 if memory.offloaded else memory.state, **memory.writer.parts}
+    remedy = f"lower engine.vllm.memory_share (now {share:g}), set cluster.offload = true, or use more GPUs for the student"
+    return Need("student, rollouts", memory.rollouts, gpu.memory, parts, remedy, ENGINE_MARGIN)
 
 
 def _teacher_need(work: Workload, name: str, teacher: ModelShape, gpu: Gpu, shards: int) -> Need:
@@ -220,16 +203,13 @@ def _teacher_need(work: Workload, name: str, teacher: ModelShape, gpu: Gpu, shar
     share, parts = work.config.cluster.teacher_memory_share, work.scoring_on_verl(teacher, shards)
     total = sum(parts.values())
     engine = total - parts["logits"]
-    too_large = engine > share * gpu.memory
-    return Need(
-        who=name,
-        needed=engine if too_large else total,
-        available=share * gpu.memory if too_large else gpu.memory,
-        parts=parts,
-        remedy=f"raise cluster.teacher_tensor_parallel (here {shards}) or cluster.teacher_memory_share (now {share:g}), "
-        "or use larger GPUs",
-        margin=1.0 if too_large else ENGINE_MARGIN,
+    remedy = (
+        f"raise cluster.teacher_tensor_parallel (here {shards}) or cluster.teacher_memory_share (now {share:g}), "
+        "or use larger GPUs"
     )
+    if engine > share * gpu.memory:
+        return Need(name, engine, share * gpu.memory, parts, remedy, margin=1.0)
+    return Need(name, total, gpu.memory, parts, remedy, ENGINE_MARGIN)
 
 
 def local_layout(work: Workload, gpu: Gpu) -> Layout:
@@ -238,18 +218,10 @@ def local_layout(work: Workload, gpu: Gpu) -> Layout:
     free = gpu.memory / MARGIN - memory.state
     cache = memory.writer.cache if work.writer == "engine" else free / 2
     token = work.student.cache_elements * work.writing_bytes("local")
-    need = Need(
-        who="the GPU",
-        needed=memory.total,
-        available=gpu.memory,
-        parts=memory.parts,
-        remedy="train an adapter (--lora.rank 16, with --lora.quantize 4bit if need be), put the teacher behind a server "
-        "(teacher.urls), lower optim.token_budget or rollout.max_tokens, or use more GPUs (--gpus-per-node)",
+    remedy = (
+        "train an adapter (--lora.rank 16, with --lora.quantize 4bit if need be), put the teacher behind a server "
+        "(teacher.urls), lower optim.token_budget or rollout.max_tokens, or use more GPUs (--gpus-per-node)"
     )
-    return Layout(
-        trainer="local",
-        gpu=gpu,
-        needs=(need,),
-        cache_tokens=max(cache / token, float(work.longest)),
-        largest_share=free / gpu.memory,
-    )
+    needs = (Need("the GPU", memory.total, gpu.memory, memory.parts, remedy),)
+    cached = max(cache / token, float(work.longest))
+    return Layout(trainer="local", gpu=gpu, needs=needs, cache_tokens=cached, largest_share=free / gpu.memory)

@@ -47,8 +47,9 @@ def read_model(source: ModelSource, setting: str, *, trust_remote_code: bool = F
         config, _ = load_configs(source, trust_remote_code=trust_remote_code)
         return ModelShape.of(config, str(source), "its config.json" if source.is_local else "config.json on the hub")
     except (ModelError, ValueError, AttributeError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise PlanError(
-            f"{setting} = {source}: its shape cannot be read ({_short(error)}). Name a local folder that holds its "
+            f"{setting} = {source}: its shape cannot be read ({reason}). Name a local folder that holds its "
             f"config.json (weights are not needed), or one of the models that are known without a network: {', '.join(PUBLIC)}"
         ) from None
 
@@ -78,7 +79,3 @@ def make_config(shape: PublicShape) -> Any:
     if not shape.experts:
         return Qwen3Config(intermediate_size=shape.inner, **sizes)
     return Qwen3MoeConfig(moe_intermediate_size=shape.inner, num_experts=128, num_experts_per_tok=8, **sizes)
-
-
-def _short(error: Exception) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from iwopd.train.memory import ModelShape
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -36,6 +38,12 @@ class Rates:
     """New weights to the rollout engine, bytes/s."""
     step_seconds: float
     """What a step costs besides: data to and fro, waking the engine."""
+
+    def training(self, model: ModelShape) -> float:
+        return self.train_experts if model.count.experts else self.train
+
+    def scoring(self, model: ModelShape) -> float:
+        return self.score_experts if model.count.experts else self.score
 
 
 _ASSUMED = {  # slow, typical, fast

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from iwopd.cluster.plan.estimate import Plan, StepTime, split_settings
+from iwopd.cluster.plan.estimate import Plan, split_settings
 from iwopd.cluster.plan.layout import Need
 from iwopd.train.memory import GB, ModelShape
 
@@ -24,8 +24,8 @@ def report(plan: Plan, price: float | None = None) -> str:
 
 def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
     """All of it, for programs. Seconds, bytes and hours; ranges as low, typical, high."""
-    work, layout = plan.work, plan.layout
-    times = {"low": plan.fast, "typical": plan.typical, "high": plan.slow}
+    work, layout, typical = plan.work, plan.layout, plan.typical
+    times = {"low": plan.fast, "typical": typical, "high": plan.slow}
     hours = {name: plan.hours(time) for name, time in times.items()}
     gpu_hours = {name: value * plan.gpus for name, value in hours.items()}
     return {
@@ -57,12 +57,12 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
             "mean_response_tokens": work.answer,
             "response_tokens_assumed": work.answer_assumed,
             "response_tokens": work.rollouts * work.answer,
-            "rows_under_way": plan.typical.rows,
+            "rows_under_way": typical.rows,
             "seconds": {name: time.total for name, time in times.items()},
             "stages": {
-                stage: {name: time.stages().get(stage, 0.0) for name, time in times.items()} for stage in plan.typical.stages()
+                one: {name: time.stages().get(one, 0.0) for name, time in times.items()} for one in plan.typical.stages()
             },
-            "teacher_work_seconds": plan.typical.teacher,
+            "teacher_work_seconds": typical.teacher,
         },
         "steps": work.config.steps,
         "hours": hours,
@@ -132,8 +132,7 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _cost(plan: Plan, price: float | None) -> Iterator[str]:
-    times: list[StepTime] = [plan.fast, plan.typical, plan.slow]
-    low, middle, high = (plan.hours(time) for time in times)
+    low, middle, high = (plan.hours(time) for time in (plan.fast, plan.typical, plan.slow))
     yield (
         f"{plan.work.config.steps} steps: {_hours(middle)} ({_hours(low)} - {_hours(high)}), "
         f"{_figure(middle * plan.gpus)} GPU-hours ({_figure(low * plan.gpus)} - {_figure(high * plan.gpus)})"
@@ -181,13 +180,10 @@ def _bottleneck_words(plan: Plan) -> str:
     share = f"What is the bottleneck? {name.capitalize()}: {100 * stages[name] / time.total:.0f} % of the step. "
     if name == "rollout":
         engine = layout.trainer == "verl" or work.writer == "engine"
-        share_now, possible = work.engine_share, int(20 * layout.largest_share) / 20
-        raised = (
-            f"raise engine.vllm.memory_share from {share_now:g} (up to {possible:g} fits)"
-            if possible > share_now
-            else "set a lower rollout.max_tokens"
-        )
-        more = raised if engine else "put the teacher elsewhere, or train an adapter"
+        share_now, possible = work.vllm.memory_share, int(20 * layout.largest_share) / 20
+        more = "set a lower rollout.max_tokens" if engine else "put the teacher elsewhere, or train an adapter"
+        if engine and possible > share_now:
+            more = f"raise engine.vllm.memory_share from {share_now:g} (up to {possible:g} fits)"
         return share + {
             "tail": "Most of it, the longest answers are written almost alone, and each token waits for the one before: more "
             "GPUs hardly help. A lower rollout.max_tokens does, and more rollouts per step cost little",
@@ -200,9 +196,7 @@ def _bottleneck_words(plan: Plan) -> str:
             return share + "Put the teacher behind a server with a GPU of its own, where it works while the student writes"
         return share + "The student waits for the scores: give the teacher more GPUs (cluster.teacher_gpus)"
     if name == "update" and time.update_limit == "network":
-        return (
-            share + "FSDP's weights and gradients travel for longer than is computed: raise optim.token_budget (fewer passes)"
-        )
+        return f"{share}FSDP sends weights and gradients for longer than is computed: raise optim.token_budget (fewer passes)"
     if name in ("update", "old log-probs", "reference"):
         slow = ". Experts without expert parallelism reach little of a GPU" if work.student.count.experts else ""
         return share + f"It is computing: more GPUs for the student help{slow}"
@@ -217,7 +211,7 @@ def _count(number: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.2g}" if value < 10 else f"{value:.0f}"
+    return f"{value:.2g}" if value < 10 else f"{value:.0f}"
 
 
 def _range(low: float, high: float) -> str:

@@ -53,9 +53,8 @@ def open_workload(config: Config, response_tokens: float | None = None) -> Workl
         longest_answer, longest_prompt = config.rollout.max_tokens, config.data.max_prompt_tokens
         prompt = min(PROMPT_TOKENS, longest_prompt)
     if response_tokens is not None and not 1 <= response_tokens <= longest_answer:
-        raise PlanError(
-            f"--response-tokens {response_tokens:g} must lie in 1..{longest_answer} (rollout.max_tokens, the longest answer)"
-        )
+        most = f"{longest_answer} (rollout.max_tokens, the longest answer)"
+        raise PlanError(f"--response-tokens {response_tokens:g} must lie in 1..{most}")
     return Workload(
         config=config,
         student=student,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,18 +37,15 @@ TUNABLE = (
 
 
 def check_settings(config: Config) -> None:
-    """Everything that the settings alone tell; one line a fault."""
+    """Everything that the settings alone tell; one line per fault."""
     faults = [*_refused(config), *_teachers(config)]
     try:
         faults += _sizes(config, pools(config))
-    except VerlError as error:
-        faults.append(str(error))
-    if not faults:
-        try:
+        if not faults:
             params.carried(config.method)
             faults += _own_overrides(config)
-        except VerlError as error:
-            faults.append(str(error))
+    except VerlError as error:
+        faults.append(str(error))
     if faults:
         raise VerlError("this recipe cannot run on verl as it is:\n  " + "\n  ".join(faults))
 
@@ -72,16 +70,14 @@ def examine(config: Config, folder: Path) -> Iterator[Finding]:
 
 def check_other_teachers(config: Config, tokenizer: Any) -> None:
     """Ids mean the same to every further teacher, too; the doctor looks at the first."""
+    trust = config.models.trust_remote_code
     for other in config.teacher.others.values():
-        source = ModelSource.of(str(other.model))
-        check_same_tokenizer(tokenizer, source, trust_remote_code=config.models.trust_remote_code)
+        check_same_tokenizer(tokenizer, ModelSource.of(str(other.model)), trust_remote_code=trust)
 
 
 def _refused(config: Config) -> Iterator[str]:
     for name, treatment in FIELDS.items():
-        value = config
-        for part in name.split("."):
-            value = getattr(value, part)
+        value = operator.attrgetter(name)(config)
         if treatment.allowed is not None and not treatment.allowed(value, config):
             yield f"{name} is {value!r}: {treatment.text}"
     for name in ("student", "teacher"):
@@ -107,22 +103,15 @@ def _teachers(config: Config) -> Iterator[str]:
 def _sizes(config: Config, shared: Pools) -> Iterator[str]:
     """Batches, ranks and lengths fit one another."""
     rollout, optim, cluster, student = config.rollout, config.optim, config.cluster, shared.student
+    sequence = f"cluster.sequence_parallel is {cluster.sequence_parallel}"
     if student.gpus_per_node % cluster.sequence_parallel:
-        yield (
-            f"cluster.sequence_parallel is {cluster.sequence_parallel}, but the student has {student.gpus_per_node} GPUs a "
-            "machine: choose a divisor"
-        )
+        yield f"{sequence}, but the student has {student.gpus_per_node} GPUs per machine: choose a divisor"
         return
-    if cluster.sequence_parallel > 1 and config.models.attention in ("eager", "sdpa"):
-        yield (
-            f"cluster.sequence_parallel is {cluster.sequence_parallel}, which needs flash attention, but models.attention is "
-            f"{config.models.attention!r}: leave one of them out"
-        )
+    if cluster.sequence_parallel > 1 and (attention := config.models.attention) in ("eager", "sdpa"):
+        yield f"{sequence}, which needs flash attention, but models.attention is {attention!r}: leave one of them out"
     vllm = config.engine.vllm
-    if student.gpus % vllm.tensor_parallel:
-        yield (
-            f"engine.vllm.tensor_parallel is {vllm.tensor_parallel}, but the student has {student.gpus} GPUs: choose a divisor"
-        )
+    if student.gpus % (parallel := vllm.tensor_parallel):
+        yield f"engine.vllm.tensor_parallel is {parallel}, but the student has {student.gpus} GPUs: choose a divisor"
     if rollout.prompts_per_step % optim.mini_batches:
         yield (
             f"rollout.prompts_per_step is {rollout.prompts_per_step}, which optim.mini_batches = {optim.mini_batches} does not "
@@ -153,13 +142,12 @@ def _own_overrides(config: Config) -> Iterator[str]:
     plain = config.model_copy(update={"cluster": config.cluster.model_copy(update={"overrides": []})})
     ours = {_key(item) for item in translate(plain, places(plain, Path("run")))}
     for item in config.cluster.overrides:
-        if "=" not in item and not item.startswith("~"):
-            yield f"cluster.overrides has {item!r}: it looks like trainer.balance_batch=false"
-            continue
         key = _key(item)
-        if key in TUNABLE:
+        if "=" not in item and not item.startswith("~"):
+            yield f"cluster.overrides has {item!r}: it should look like trainer.balance_batch=false"
+        elif key in TUNABLE:
             continue
-        if key in ours or any(known.startswith(f"{key}.") for known in ours):
+        elif key in ours or any(known.startswith(f"{key}.") for known in ours):
             yield f"cluster.overrides sets {key}, which the recipe decides: set it there (docs/cluster.md has the table)"
         elif key.startswith(("distillation.distillation_loss", "distillation.teacher_models")):
             yield f"cluster.overrides sets {key}, which would make it another method or teacher: use [method] and [teacher]"

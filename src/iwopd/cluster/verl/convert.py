@@ -23,6 +23,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.translate import model_path
 from iwopd.config import Config
 from iwopd.errors import UserError
 from iwopd.models import load_tokenizer
@@ -53,12 +54,10 @@ def newest(folder: Path) -> tuple[int, Path] | None:
 
 def full_disk(folder: Path) -> str:
     """A note for a failed job if there is no room for another checkpoint: not every write error says so."""
-    found = newest(folder)
-    if found is None:
+    if (found := newest(folder)) is None:
         return ""
     size = sum(path.stat().st_size for path in found[1].rglob("*") if path.is_file())
-    free = shutil.disk_usage(folder).free
-    if free >= size:
+    if (free := shutil.disk_usage(folder).free) >= size:
         return ""
     return f" (not enough room: {free / 2**20:,.1f} MB are free in {folder}, and a checkpoint takes {size / 2**20:,.1f} MB)"
 
@@ -76,8 +75,8 @@ def check_ranks(checkpoint: Path, ranks: int) -> None:
 def adopt(config: Config, run: RunDirectory, checkpoints: Path) -> list[int]:
     """Convert complete checkpoints that the run does not have yet into plain folders; returns their steps."""
     store = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep)
-    have = store.steps()
-    missing = [(step, path) for step, path in whole_checkpoints(checkpoints).items() if step > max(have, default=0)]
+    newest_here = max(store.steps(), default=0)
+    missing = [(step, path) for step, path in whole_checkpoints(checkpoints).items() if step > newest_here]
     done = []
     for step, path in missing[-config.checkpoint.keep :]:
         with tempfile.TemporaryDirectory(dir=run.path, prefix=".tmp-convert-") as scratch:
@@ -120,8 +119,6 @@ def _plain_folder(config: Config, actor: Path, target: Path) -> Path:
     else:
         _merge(actor, target)
     _name_dtype(target)
-    from iwopd.cluster.verl.translate import model_path
-
     try:
         tokenizer = load_tokenizer(model_path(config, "student"), trust_remote_code=config.models.trust_remote_code)
     except UserError:  # no longer available: keep verl's

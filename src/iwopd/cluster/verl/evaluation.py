@@ -27,13 +27,13 @@ from iwopd.types import EvalResult, Prompt
 def evaluated_tasks(config: Config, tokenizer: Any) -> list[Task]:
     """The tasks of the recipe; their problems must fit verl's one limit for prompts."""
     tasks = load_tasks(config, planned_world(config), tokenizer, response_tokens(config))
+    limit = prompt_tokens(config)
     for task in tasks:
-        for prompt in task.prompts:
-            if len(prompt.token_ids) > prompt_tokens(config):
-                raise DataError(
-                    f"problem {prompt.id!r} of {task.name} has {len(prompt.token_ids)} tokens, and verl would cut it off at "
-                    f"data.max_prompt_tokens = {prompt_tokens(config)}: raise that"
-                )
+        if longer := [prompt for prompt in task.prompts if len(prompt.token_ids) > limit]:
+            raise DataError(
+                f"problem {longer[0].id!r} of {task.name} has {len(longer[0].token_ids)} tokens, and verl would cut it off at "
+                f"data.max_prompt_tokens = {limit}: raise that"
+            )
     return tasks
 
 

@@ -4,7 +4,7 @@
 `data`      it decides which prompts are written into the files that verl reads
 `launcher`  our own launcher follows it
 `unused`    it means nothing there, for the reason given; a value other than the default changes nothing
-`only`      verl can do some values and no others: those are refused, with the reason and the way out
+`only`      verl can do some values and no others: those are refused, with the reason and the remedy
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = Literal["mapped", "data", "launcher", "unused", "only"]
 class Treatment:
     kind: Kind
     text: str
-    """The verl setting, the reason, or (for `only`) why other values are refused and the way out."""
+    """The verl setting, the reason, or (for `only`) why other values are refused and the remedy."""
     allowed: Callable[[Any, Config], bool] | None = None
     """For `only`: whether verl can do a value, beside the other settings."""
 
@@ -51,6 +51,7 @@ _SERVER = "verl starts the teacher's servers itself, on cluster.teacher_gpus: le
 _SERVER_SETTING = "of teacher servers elsewhere; verl starts its own"
 _ROLLOUT_SERVER = "of a rollout server elsewhere; verl starts its own"
 _LORA = "of an adapter, and lora.rank must be 0"
+_ALONE = "when it trains on the teacher alone: set it to 0, or use the local engine"
 
 FIELDS: dict[str, Treatment] = {
     "seed": _mapped(f"data.seed, {_ROLLOUT}.seed, {_ACTOR}.data_loader_seed, fsdp_config.seed; the order of the prompts"),
@@ -65,12 +66,8 @@ FIELDS: dict[str, Treatment] = {
     "models.student": _mapped("actor_rollout_ref.model.path"),
     "models.teacher": _mapped(f"{_TEACHER}.model_path"),
     "models.reference": _only(None, "verl's reference is the student before training: leave it out"),
-    "models.student_gguf_file": _only(None, _GGUF),
-    "models.teacher_gguf_file": _only(None, _GGUF),
-    "models.reference_gguf_file": _only(None, _GGUF),
-    "models.student_revision": _only(None, _REVISION),
-    "models.teacher_revision": _only(None, _REVISION),
-    "models.reference_revision": _only(None, _REVISION),
+    **{f"models.{role}_gguf_file": _only(None, _GGUF) for role in ("student", "teacher", "reference")},
+    **{f"models.{role}_revision": _only(None, _REVISION) for role in ("student", "teacher", "reference")},
     "models.dtype": _mapped(f"{_ACTOR}.fsdp_config.model_dtype, {_ROLLOUT}.dtype"),
     "models.teacher_dtype": _mapped(f"{_TEACHER}.inference.dtype"),
     "models.attention": _mapped("actor_rollout_ref.model.override_config.attn_implementation, use_remove_padding"),
@@ -94,10 +91,8 @@ FIELDS: dict[str, Treatment] = {
     "method.clip": _mapped(f"{_LOSS}.clip_ratio, clip_ratio_low, clip_ratio_high"),
     "method.dual_clip": _mapped(f"{_LOSS}.clip_ratio_c"),
     "method.correction_threshold": _mapped("algorithm.rollout_correction.rollout_is_threshold"),
-    "method.entropy_coef": _only(
-        0, "verl drops entropy when it trains on the teacher alone: set it to 0, or use the local engine"
-    ),
-    "method.kl_coef": _only(0, "verl drops the KL when it trains on the teacher alone: set it to 0, or use the local engine"),
+    "method.entropy_coef": _only(0, f"verl drops entropy {_ALONE}"),
+    "method.kl_coef": _only(0, f"verl drops the KL {_ALONE}"),
     # --- rollouts ---------------------------------------------------------------------------------------------------
     "rollout.engine": _only(
         lambda engine, config: engine in ("local", "vllm"),

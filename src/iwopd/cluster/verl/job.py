@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -16,12 +17,12 @@ from pathlib import Path
 
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.params import literal
-from iwopd.cluster.verl.translate import TEACHERS, Places, environment, environment_overrides, translate
+from iwopd.cluster.verl.translate import Places, environment_overrides, translate
 from iwopd.config import Config
 
 PROGRAM = "iwopd.cluster.verl.main"
-TESTING = "IWOPD_VERL_CPU"
-"""Set to 1, verl runs on CPUs, for tests (`testing/`)."""
+STAND_IN = "IWOPD_VERL_CPU"
+"""For tests: the name of a module (`tests/verl_testing`) with which verl runs on CPUs."""
 LOCAL = "local"
 """Address that starts a Ray for this run."""
 CONNECT = 60.0
@@ -38,21 +39,17 @@ print(json.dumps([node["Resources"].get("GPU", 0) for node in ray.nodes() if nod
 
 def command(config: Config, where: Places, address: str, resume: Path | None = None) -> tuple[list[str], dict[str, str]]:
     """Arguments for Python, and environment variables."""
-    variables = environment(where)
+    variables = {"VERL_FILE_LOGGER_PATH": str(where.metrics)}
     overrides = [
         f"hydra.run.dir={literal(str(where.folder / 'hydra'))}",
         *translate(config, where, resume),
         *environment_overrides(variables),
     ]
-    if os.environ.get(TESTING) == "1":
-        from iwopd.cluster.verl import testing
-
+    if stand_in := os.environ.get(STAND_IN):
+        testing = importlib.import_module(stand_in)
         variables |= testing.environment()
         gpus = config.cluster.nodes * config.cluster.gpus_per_node
-        overrides += testing.overrides(gpus if address == LOCAL else None)
-        if config.teacher.others:
-            names = [f"{TEACHERS}.iwopd_{number}" for number in range(1 + len(config.teacher.others))]
-            overrides += [f"++{name}.inference.name=hf" for name in names]
+        overrides += testing.overrides(config, gpus if address == LOCAL else None)
     return ["-m", PROGRAM, *overrides], {"RAY_ADDRESS": address, **variables}
 
 
@@ -78,7 +75,7 @@ def check_size(config: Config, address: str) -> None:
     wanted, each = config.cluster.nodes, config.cluster.gpus_per_node
     asked = f"cluster.nodes x cluster.gpus_per_node asks for {wanted} x {each} GPUs"
     if address == LOCAL:
-        if os.environ.get(TESTING) == "1":
+        if os.environ.get(STAND_IN):
             return
         import torch
 
@@ -89,24 +86,19 @@ def check_size(config: Config, address: str) -> None:
         return
     there = _ask(address)
     if sum(int(gpus) // each for gpus in there) < wanted:
-        have = ", ".join(f"{gpus:g}" for gpus in there)
-        raise VerlError(
-            f"{asked}, but the machines of the Ray cluster at {address} have {have}: wait for more, or ask for fewer"
-        )
+        have = f"the machines of the Ray cluster at {address} have {', '.join(f'{gpus:g}' for gpus in there)}"
+        raise VerlError(f"{asked}, but {have}: wait for more, or ask for fewer")
 
 
 def _ask(address: str) -> list[float]:
+    nobody = f"no Ray cluster answers at {address}"
     try:
         done = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True, timeout=CONNECT)
     except subprocess.TimeoutExpired:
-        raise VerlError(
-            f"no Ray cluster answers at {address}: start it (ray start --head), or leave --ray-address out"
-        ) from None
+        raise VerlError(f"{nobody}: start it (ray start --head), or leave --ray-address out") from None
     if done.returncode:
         words = done.stderr.strip().splitlines()[-1:] or ["no word"]
-        raise VerlError(
-            f"no Ray cluster answers at {address} ({words[0]}): start it (ray start --head), or correct the address"
-        )
+        raise VerlError(f"{nobody} ({words[0]}): start it (ray start --head), or correct the address")
     found: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 

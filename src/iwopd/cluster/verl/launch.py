@@ -23,8 +23,8 @@ from iwopd.runs.directory import RunDirectory
 from iwopd.runs.logs import RunError
 from iwopd.train.doctor import refuse
 from iwopd.train.loading import open_world
-from iwopd.train.loop import TrainingStoppedError
 from iwopd.train.progress import PretrainingListener
+from iwopd.train.state import TrainingStoppedError
 from iwopd.train.tracking import Tracker
 
 POLL = 0.5
@@ -58,7 +58,9 @@ def run_on_verl(
         run.check_free()
     elif run.engine != "verl":
         raise RunError(f"{folder} is trained by the {run.engine} engine: continue it with --resume alone")
-    messages = _examined(config, folder) if doctor else []
+    findings = list(examine(config, folder)) if doctor else []
+    refuse(findings)
+    messages = [finding.text() for finding in findings if finding.level == "warn"]
     check_size(config, address)
     open_world(config, progress)  # verl finds the models there
     order, tokenizer = load_order(config, messages.append)
@@ -148,27 +150,15 @@ def _follow(
         answers.close()
     if code or step < config.steps:
         why = (job.last_words() or f"exit code {code}") + full_disk(where.checkpoints)
-        raise TrainingStoppedError(
-            f"verl's job ended after step {step}: {why}\nAll of it: {job.log}. {_resume(saved)}", _code(code)
-        )
+        message = f"verl's job ended after step {step}: {why}\nAll of it: {job.log}. {_resume(saved)}"
+        raise TrainingStoppedError(message, 2 if code == 2 else 1)  # 2: the user can correct it
     return step
-
-
-def _code(code: int | None) -> int:
-    """2 for errors that the user can correct, else 1."""
-    return 2 if code == 2 else 1
 
 
 def _resume(saved: int) -> str:
     if not saved:
         return "No checkpoint was saved yet: start again"
     return f"The newest checkpoint is of step {saved}: continue with --resume"
-
-
-def _examined(config: Config, folder: Path) -> list[str]:
-    found = list(examine(config, folder))
-    refuse(found)
-    return [finding.text() for finding in found if finding.level == "warn"]
 
 
 def _launches(folder: Path) -> int:

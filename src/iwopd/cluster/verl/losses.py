@@ -79,7 +79,7 @@ _NEEDED = {
 }
 _REFERENCE = {
     "ref_log_prob": "verl scores the reference (the student's first weights) only with "
-    "actor_rollout_ref.actor.use_kl_loss=true (and kl_loss_coef=0)",
+    "actor_rollout_ref.actor.use_kl_loss=true (and kl_loss_coef=0)"
 }
 
 

@@ -35,16 +35,17 @@ def train(config: DictConfig) -> None:
 
     check_driver(config)
 
+    import ray
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    from iwopd.cluster.verl.trainer import task_runner
+    from iwopd.cluster.verl.trainer import TaskRunner
 
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-    run_ppo(config, task_runner_class=task_runner())
+    run_ppo(config, task_runner_class=ray.remote(TaskRunner))
 
 
 def _first_cause(error: Any) -> UserError:

@@ -71,9 +71,8 @@ def step_stats(config: Config, step: int, given: Mapping[str, Any]) -> StepStats
     numbers = {name: math.nan if value is None else value for name, value in given.items()}
     for name in (LOSS, GRAD_NORM):
         if name not in numbers:
-            raise VerlError(
-                f"verl's metrics of step {step} have no {name!r}: is the plugin loaded? They have {sorted(numbers)[:8]}"
-            )
+            there = sorted(numbers)[:8]
+            raise VerlError(f"verl's metrics of step {step} have no {name!r}: is the plugin loaded? They have {there}")
     loss, norm = float(numbers[LOSS]), float(numbers[GRAD_NORM])
     skipped = not math.isfinite(norm)  # verl then skips the update
     metrics: dict[str, Any] = dict.fromkeys(SHOWN, math.nan)

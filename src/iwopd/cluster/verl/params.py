@@ -131,9 +131,8 @@ def read_settings(name: str, table: Mapping[str, Any] | None) -> Settings:
         method = Method.model_validate(values)
     except ValidationError as error:
         faults = [(".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")) for fault in error.errors()]
-        raise VerlError(
-            f"{LOSS}.iwopd: " + "; ".join(f"{place}: {text}" if place else text for place, text in faults)
-        ) from None
+        text = "; ".join(f"{place}: {message}" if place else message for place, message in faults)
+        raise VerlError(f"{LOSS}.iwopd: {text}") from None
     carried(method)
     if loss_mode(method) != loss_mode(Method.model_validate(known[name])):
         raise VerlError(
@@ -151,14 +150,10 @@ def _table(method: Method, steps: int) -> dict[str, Any]:
 
 def literal(value: Any) -> str:
     """A value in Hydra's grammar of overrides."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, (int, float)):
-        return repr(value)
+        return repr(value)  # also inf, -inf and nan
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(literal(item) for item in value) + "]"
     if isinstance(value, Mapping):

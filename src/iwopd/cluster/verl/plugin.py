@@ -6,13 +6,6 @@ built, in the driver and in every worker (`lossconfig`).
 
 from __future__ import annotations
 
-import os
-
-if os.environ.get("IWOPD_VERL_CPU") == "1":  # tests on machines without GPUs; before anything asks verl for its platform
-    from iwopd.cluster.verl import testing
-
-    testing.install()
-
 from iwopd.cluster.verl.registration import register
 
 register()

@@ -39,9 +39,8 @@ def pools(config: Config) -> Pools:
     cluster = config.cluster
     total = cluster.nodes * cluster.gpus_per_node
     if total < 2:
-        raise VerlError(
-            "cluster.nodes x cluster.gpus_per_node is 1 GPU, and student and teacher need one each: use 2, or the local engine"
-        )
+        few = "cluster.nodes x cluster.gpus_per_node is 1 GPU, and student and teacher need one each"
+        raise VerlError(f"{few}: use 2, or the local engine")
     wanted = cluster.teacher_gpus or total // 2
     if wanted >= total:
         raise VerlError(

@@ -50,15 +50,11 @@ def write_prompts(
     for prompt in [*order.prompts[:TRIED], *problems[:TRIED]]:
         ids = render(tokenizer, messages(prompt)).token_ids
         if ids != prompt.token_ids:
-            raise DataError(
-                f"prompt {prompt.id!r} has {len(prompt.token_ids)} ids here and {len(ids)} when its messages are rendered alone"
-            )
+            here = f"{len(prompt.token_ids)} ids here"
+            raise DataError(f"prompt {prompt.id!r} has {here} and {len(ids)} when its messages are rendered alone")
     where.folder.mkdir(parents=True, exist_ok=True)
     _write(where.train_file, _steps(config, order, known))
-    rows = [{**_row(prompt, 0, 0, known), "data_source": task.name} for task in tasks for prompt in task.prompts]
-    names = [label(task, prompt) for task in tasks for prompt in task.prompts]
-    for row, name in zip(rows, names, strict=True):
-        row["reward_model"] = {"style": "rule", "ground_truth": name}
+    rows = [_row(prompt, 0, 0, known, task) for task in tasks for prompt in task.prompts]
     _write(where.val_file, iter([rows or [_row(order.batch(1)[0], 1, 0, known)]]))
 
 
@@ -84,15 +80,15 @@ def _steps(config: Config, order: PromptOrder | MixedOrder, known: set[str]) -> 
         yield [_row(prompt, step, place, known) for step in steps for place, prompt in enumerate(order.batch(step))]
 
 
-def _row(prompt: Prompt, step: int, place: int, known: set[str]) -> dict[str, Any]:
+def _row(prompt: Prompt, step: int, place: int, known: set[str], task: Task | None = None) -> dict[str, Any]:
     teacher = prompt.teacher or DEFAULT_TEACHER
     if teacher not in known:
         raise DataError(f"prompt {prompt.id!r} names the teacher {teacher!r}; there are {sorted(known)} (teacher.others)")
     return {
         "prompt": messages(prompt),
-        "data_source": "iwopd",
+        "data_source": task.name if task else "iwopd",
         "teacher": teacher,
-        "reward_model": {"style": "rule", "ground_truth": ""},
+        "reward_model": {"style": "rule", "ground_truth": label(task, prompt) if task else ""},
         "extra_info": {"index": place, "id": prompt.id, "step": step},
     }
 

@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 from iwopd.cluster.verl.errors import VerlError
-from iwopd.cluster.verl.params import presets
+from iwopd.cluster.verl.params import LOSS, presets
 
 _registered: dict[str, Any] = {}
 """Our losses by name, as verl's registry of this process got them."""
@@ -40,8 +40,6 @@ def verify(name: str) -> None:
             "and verl on every node (pip install 'iwopd[verl]'); another plugin with a loss of the same name must go"
         ) from error
     if name not in _registered:
-        raise VerlError(
-            f"distillation.distillation_loss.loss_mode is {name!r}, which is none of ours: {', '.join(_registered)}"
-        )
+        raise VerlError(f"{LOSS}.loss_mode is {name!r}, which is none of ours: {', '.join(_registered)}")
     if DISTILLATION_LOSS_REGISTRY.get(name) is not _registered[name]:
         raise VerlError(f"verl's registry on {socket.gethostname()} holds another loss than ours under the name {name!r}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
@@ -56,8 +55,3 @@ class TaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ignore[
         import iwopd.cluster.verl.trainer  # noqa: F401  # Ray may have sent this class without its module
 
         super().run(config)
-
-
-def task_runner() -> Any:
-    """The Ray actor class for `run_ppo`."""
-    return ray.remote(TaskRunner)

@@ -74,13 +74,8 @@ def translate(config: Config, where: Places, resume: Path | None = None) -> list
     return [*ours, *params.overrides(config.method, config.steps), *config.cluster.overrides]
 
 
-def environment(where: Places) -> dict[str, str]:
-    """Variables that verl's processes need, on whichever machine they run."""
-    return {"VERL_FILE_LOGGER_PATH": str(where.metrics)}
-
-
 def environment_overrides(variables: Mapping[str, str]) -> list[str]:
-    """The same as overrides: Ray hands them to workers on other machines."""
+    """Environment variables as overrides: Ray hands them to workers on other machines."""
     return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={literal(value)}" for name, value in variables.items()]
 
 

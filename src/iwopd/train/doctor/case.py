@@ -75,18 +75,16 @@ class Case:
 def open_case(config: Config, folder: Path) -> Case:
     """Read what there is. Never raises for what a check can say better."""
     recipe = world_recipe(config)
-    if recipe is not None:
+    world = None if recipe is None else tiny.World(recipe, Path("teacher"), Path("student"))  # its models need not be there
+    reference = reference_source(config, world)
+    if world is not None:
         tokenizer = tiny.build_tokenizer()
-        names = ["student", "teacher", *(["reference"] if reference_source(config, _nowhere(recipe)) else [])]
+        names = ["student", "teacher", *(["reference"] if reference else [])]
         members = {name: Member(name, None, tokenizer) for name in names}
     else:
-        sources = {"student": source_of(config, "student"), "teacher": source_of(config, "teacher")}
-        if (reference := reference_source(config)) is not None:
-            sources["reference"] = reference
-        trust = config.models.trust_remote_code
-        served = {"teacher"} if config.teacher.urls else set()
+        sources = {"student": source_of(config, "student"), "teacher": source_of(config, "teacher"), "reference": reference}
+        trust, served = config.models.trust_remote_code, {"teacher"} if config.teacher.urls else set()
         members = {name: read_member(name, source, trust, name in served) for name, source in sources.items() if source}
-    world = None if recipe is None else _nowhere(recipe)
     limit = config.rollout.max_tokens or (max_response_tokens(recipe.operands) if recipe is not None else None)
     notes: list[str] = []
     prompts: Sequence[Prompt] = ()
@@ -107,11 +105,6 @@ def _fewer(config: Config) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"train_size": size})})
 
 
-def _nowhere(recipe: tiny.WorldRecipe) -> tiny.World:
-    """A world for its prompts: its models need not be there."""
-    return tiny.World(recipe, Path("teacher"), Path("student"))
-
-
 def read_member(name: str, source: ModelSource, trust_remote_code: bool, elsewhere: bool) -> Member:
     read = _read if _is_path(source.path) else _read_once
     return Member(name, source, *read(source, trust_remote_code), elsewhere=elsewhere)
@@ -120,17 +113,13 @@ def read_member(name: str, source: ModelSource, trust_remote_code: bool, elsewhe
 def _read(source: ModelSource, trust_remote_code: bool) -> tuple[Any, Any, Any, str]:
     """Tokenizer, config, generation config, and what went wrong."""
     tokenizer = config = generation = None
-    problems = []
     try:
         config, generation = load_configs(source, trust_remote_code=trust_remote_code)
-    except ModelError as error:
-        problems.append(str(error))
-    if brings_tokenizer(source) and not problems:
-        try:
+        if brings_tokenizer(source):
             tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-        except ModelError as error:
-            problems.append(str(error))
-    return tokenizer, config, generation, "; ".join(problems)
+    except ModelError as error:
+        return tokenizer, config, generation, str(error)
+    return tokenizer, config, generation, ""
 
 
 _read_once = lru_cache(maxsize=64)(_read)

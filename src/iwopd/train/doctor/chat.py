@@ -33,10 +33,9 @@ def check_template(case: Case) -> Iterator[Finding]:
     yield from _thinking(student)
     theirs = None if teacher is None else _render(teacher)
     if theirs is None:
-        reason = "has no tokenizer" if teacher is None else "has no chat template"
-        yield warning(
-            "chat template", f"the teacher {reason}: it sees the student's rendering", "make sure that it was trained on chats"
-        )
+        lack = "tokenizer" if teacher is None else "chat template"
+        message = f"the teacher has no {lack}: it sees the student's rendering"
+        yield warning("chat template", message, "make sure that it was trained on chats")
     elif ours != theirs:
         yield warning(
             "chat template",
@@ -51,29 +50,24 @@ def check_template(case: Case) -> Iterator[Finding]:
 
 
 def _thinking(student: Any) -> Iterator[Finding]:
-    on, off = _render(student, thinking=True), _render(student)
-    if on == off:
-        yield passed("thinking", "the student's template has no thinking mode")
-    else:
-        yield passed("thinking", "the student's template has a thinking mode; prompts are rendered with thinking off")
+    same = _render(student, thinking=True) == _render(student)
+    mode = "no thinking mode" if same else "a thinking mode; prompts are rendered with thinking off"
+    yield passed("thinking", f"the student's template has {mode}")
 
 
 def _same_ids(case: Case, teacher: Any) -> Iterator[Finding]:
     """The teacher's tokenizer splits the same texts into the same ids."""
-    for prompt in case.prompts[:COMPARED]:
-        if not prompt.text:
-            continue
+    for prompt in (prompt for prompt in case.prompts[:COMPARED] if prompt.text):
         theirs = tuple(teacher(prompt.text, add_special_tokens=False)["input_ids"])
         if theirs != prompt.token_ids:
             place = next((i for i, (a, b) in enumerate(zip(prompt.token_ids, theirs, strict=False)) if a != b), len(theirs))
-            mine = teacher.convert_ids_to_tokens(list(prompt.token_ids[place : place + 6]))
-            its = teacher.convert_ids_to_tokens(list(theirs[place : place + 6]))
+            pieces = [teacher.convert_ids_to_tokens(list(ids[place : place + 6])) for ids in (prompt.token_ids, theirs)]
             yield warning(
                 "prompt ids",
                 f"the teacher's tokenizer splits prompt {prompt.id!r} differently from token {place} on (same meaning, "
                 "other boundaries), so the teacher scores texts that are split unlike its training data",
                 "take the tokenizer files of one of them for both",
-                _diff("\n".join(map(str, mine)), "\n".join(map(str, its))),
+                _diff(*("\n".join(map(str, some)) for some in pieces)),
             )
             return
     if case.prompts:

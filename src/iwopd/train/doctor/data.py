@@ -21,9 +21,9 @@ LEAK = re.compile(r"(?:answer|solution|result)(?: is|:|=)?\s*[:=]?\s*$|####\s*$|
 def check_data(case: Case) -> Iterator[Finding]:
     """Prompts exist, are not empty, duplicate or too long, and do not hold their answers."""
     if case.data_problem:
-        local = case.config.data.prompts is not None and not Path(case.config.data.prompts).exists()
-        where = "correct data.prompts" if local else "correct the data, see docs/train-your-own.md"
-        yield failure("data", case.data_problem, where)
+        lost = case.config.data.prompts is not None and not Path(case.config.data.prompts).exists()
+        remedy = "correct data.prompts" if lost else "correct the data, see docs/train-your-own.md"
+        yield failure("data", case.data_problem, remedy)
         return
     if not case.prompts:
         if case.student.tokenizer is not None:
@@ -43,30 +43,22 @@ def check_contamination(prompts: Sequence[Prompt], tasks: dict[str, Sequence[Pro
     for name, problems in tasks.items():
         shared = [prompt for prompt in problems if prompt.token_ids in trained_on]
         if shared:
-            yield warning(
-                "evaluation",
-                f"{len(shared):,} of {len(problems):,} problems of {name} are training prompts, such as {shared[0].id!r}",
-                "take them out of the training data, or evaluate on another task",
-            )
+            found = f"{len(shared):,} of {len(problems):,} problems of {name} are training prompts, such as {shared[0].id!r}"
+            yield warning("evaluation", found, "take them out of the training data, or evaluate on another task")
         else:
             yield passed("evaluation", f"none of the {len(problems):,} problems of {name} is a training prompt")
 
 
 def _empty(case: Case) -> Iterator[Finding]:
     """An empty message is rendered to the template alone."""
-
-    def words(text: str) -> list[str]:
-        return text.split()
-
     try:
-        nothing = words(render_text(case.student.tokenizer, [{"role": "user", "content": ""}]))
+        nothing = render_text(case.student.tokenizer, [{"role": "user", "content": ""}]).split()
     except ChatError:  # a template that refuses empty messages has done so at loading
         return
-    empty = [prompt for prompt in case.prompts if words(prompt.text) == nothing]
+    empty = [prompt for prompt in case.prompts if prompt.text.split() == nothing]
     if empty:
-        yield warning(
-            "data", f"{len(empty):,} prompts are empty, such as {empty[0].id!r}", "take them out: the answers would be noise"
-        )
+        message = f"{len(empty):,} prompts are empty, such as {empty[0].id!r}"
+        yield warning("data", message, "take them out: the answers would be noise")
 
 
 def _twice(prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -74,28 +66,21 @@ def _twice(prompts: Sequence[Prompt]) -> Iterator[Finding]:
     again = sum(count - 1 for count in counts.values())
     if again:
         first = next(prompt for prompt in prompts if counts[prompt.token_ids] > 1)
-        yield warning(
-            "data",
-            f"{again:,} of {len(prompts):,} prompts occur more than once, such as {first.id!r}",
-            "remove the duplicates, unless they are meant to count more",
-        )
+        message = f"{again:,} of {len(prompts):,} prompts occur more than once, such as {first.id!r}"
+        yield warning("data", message, "remove the duplicates, unless they are meant to count more")
 
 
 def _leaks(prompts: Sequence[Prompt]) -> Iterator[Finding]:
     leaking = [prompt for prompt in prompts if prompt.answer and _leaks_answer(prompt.text, prompt.answer.strip())]
     if leaking:
-        yield warning(
-            "data",
-            f"{len(leaking):,} of {len(prompts):,} prompts hold their own answer, such as {leaking[0].id!r}",
-            "check whether the answer's field was rendered into the prompt",
-        )
+        message = f"{len(leaking):,} of {len(prompts):,} prompts hold their own answer, such as {leaking[0].id!r}"
+        yield warning("data", message, "check whether the answer's field was rendered into the prompt")
 
 
 def _leaks_answer(text: str, answer: str) -> bool:
     if not answer:
         return False
-    whole_word = re.compile(rf"(?<!\w){re.escape(answer)}(?!\w)")
-    places = whole_word.finditer(text)
+    places = re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", text)
     if len(answer) >= LONG_ANSWER and not answer.isdigit():
         return next(places, None) is not None
     return any(LEAK.search(text[max(0, match.start() - 40) : match.start()]) for match in places)

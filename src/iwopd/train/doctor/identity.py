@@ -6,30 +6,26 @@ from collections.abc import Iterator
 from typing import Any
 
 from iwopd.models import end_ids
-from iwopd.train.doctor.case import Case, Member
+from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
 from iwopd.vocabulary import compare_vocabularies
 
 FAMILY = "choose a pair of one family: the teacher must read the ids that the student writes"
+OWN_ROWS = "resize the student's embeddings to its tokenizer, or use its own tokenizer"
 
 
 def check_files(case: Case) -> Iterator[Finding]:
     """Every model can be found; if the hub does not answer, that is a warning."""
-    for member in case.members.values():
-        if not member.problem:
-            continue
+    for member in (member for member in case.members.values() if member.problem):
+        problem = member.problem.strip().splitlines()[0]
         if member.unreachable:
-            yield warning(
-                "files",
-                f"the {member.name} {member.source} was not checked: {_first_line(member.problem)}",
-                "run the doctor where the hub can be reached, or give a local folder",
-            )
+            message = f"the {member.name} {member.source} was not checked: {problem}"
+            yield warning("files", message, "run the doctor where the hub can be reached, or give a local folder")
         else:
-            yield failure("files", f"{member.name}: {_first_line(member.problem)}", f"correct models.{member.name}")
+            yield failure("files", f"{member.name}: {problem}", f"correct models.{member.name}")
     if case.student.tokenizer is None and not case.student.problem:
-        yield failure(
-            "files", f"the student {case.student.source} has no tokenizer", "put its tokenizer files next to its weights"
-        )
+        message = f"the student {case.student.source} has no tokenizer"
+        yield failure("files", message, "put its tokenizer files next to its weights")
     readable = [member.name for member in case.members.values() if not member.problem]
     if readable:
         world = case.config.models.world
@@ -42,14 +38,11 @@ def check_vocabularies(case: Case) -> Iterator[Finding]:
     ours = case.student.tokenizer
     if ours is None:
         return
-    for member in _others(case):
+    for member in (member for member in case.members.values() if member.name != "student"):
         if member.tokenizer is None:
             if not member.problem:
-                yield warning(
-                    "vocabulary",
-                    f"the {member.name} has no tokenizer, so only its size can be compared",
-                    f"put the tokenizer files of the {member.name} next to its weights",
-                )
+                message = f"the {member.name} has no tokenizer, so only its size can be compared"
+                yield warning("vocabulary", message, f"put the tokenizer files of the {member.name} next to its weights")
             continue
         agreement = compare_vocabularies(ours, member.tokenizer)
         if not agreement.same:
@@ -70,12 +63,9 @@ def check_vocabularies(case: Case) -> Iterator[Finding]:
             yield passed("vocabulary", f"{agreement.ids:,} ids mean the same bytes to student and {member.name}")
     highest = max(ours.get_vocab().values())
     if highest >= len(ours):
-        yield failure(
-            "vocabulary",
-            f"the student's tokenizer has {len(ours):,} ids, but the highest is {highest:,}: ids have gaps, and those above "
-            f"{len(ours) - 1:,} could be neither written nor scored",
-            "fill the gaps with unused tokens (tokenizer.add_tokens) and save it again",
-        )
+        lost = f"those above {len(ours) - 1:,} could be neither written nor scored"
+        message = f"the student's tokenizer has {len(ours):,} ids, but the highest is {highest:,}: ids have gaps, and {lost}"
+        yield failure("vocabulary", message, "fill the gaps with unused tokens (tokenizer.add_tokens) and save it again")
 
 
 def check_special_tokens(case: Case) -> Iterator[Finding]:
@@ -83,7 +73,8 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
     ours = case.student.tokenizer
     if ours is None:
         return
-    stops = end_ids(ours, case.student.generation) | _extra_stops(case, ours)
+    extra = {word: ours.convert_tokens_to_ids(word) for word in case.config.rollout.stop_tokens}
+    stops = end_ids(ours, case.student.generation) | {stop for stop in extra.values() if stop is not None}
     if not stops:
         yield failure(
             "stop ids",
@@ -91,14 +82,11 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
             "set eos_token_id in generation_config.json, or rollout.stop_tokens in the recipe",
         )
         return
-    if unknown := [word for word in case.config.rollout.stop_tokens if ours.convert_tokens_to_ids(word) is None]:
+    if unknown := [word for word, stop in extra.items() if stop is None]:
         yield failure("stop ids", f"rollout.stop_tokens has {unknown[0]!r}, which is not a token of the student", "correct it")
     if beyond := sorted(stop for stop in stops if stop >= len(ours)):
-        yield failure(
-            "stop ids",
-            f"id {beyond[0]:,} should end answers, but the tokenizer has {len(ours):,} ids: it can never be written",
-            "correct eos_token_id in the student's generation_config.json",
-        )
+        message = f"id {beyond[0]:,} should end answers, but the tokenizer has {len(ours):,} ids: it can never be written"
+        yield failure("stop ids", message, "correct eos_token_id in the student's generation_config.json")
     words = {stop: ours.convert_ids_to_tokens(stop) for stop in sorted(stops) if stop < len(ours)}
     ending = _template_ending(ours)
     if ending is not None and ending not in stops:
@@ -136,47 +124,28 @@ def check_rows(case: Case) -> Iterator[Finding]:
             continue
         sizes.append(f"{member.name} {rows:,}")
         if rows < len(ours):
-            yield failure(
-                "output rows",
-                f"the student's tokenizer has {len(ours):,} ids, the {member.name}'s output matrix {rows:,} rows",
-                FAMILY
-                if member.name != "student"
-                else "resize the student's embeddings to its tokenizer, or use its own tokenizer",
-            )
+            message = f"the student's tokenizer has {len(ours):,} ids, the {member.name}'s output matrix {rows:,} rows"
+            yield failure("output rows", message, FAMILY if member.name != "student" else OWN_ROWS)
             return
     if sizes:
-        padded = ", those beyond the real ids are left out of sampling and of every softmax"
-        yield passed("output rows", f"{len(ours):,} ids; rows: {', '.join(sizes)}{padded}")
-
-
-def _others(case: Case) -> list[Member]:
-    return [member for member in case.members.values() if member.name != "student"]
-
-
-def _extra_stops(case: Case, tokenizer: Any) -> frozenset[int]:
-    ids = (tokenizer.convert_tokens_to_ids(word) for word in case.config.rollout.stop_tokens)
-    return frozenset(i for i in ids if i is not None)
+        left_out = "those beyond the real ids are left out of sampling and of every softmax"
+        yield passed("output rows", f"{len(ours):,} ids; rows: {', '.join(sizes)}, {left_out}")
 
 
 def _template_ending(tokenizer: Any) -> int | None:
     """The id of the special token that the chat template puts after an answer; None if there is none."""
     if not tokenizer.chat_template:
         return None
-    answer = "7"
-    messages = [{"role": "user", "content": "3+4"}, {"role": "assistant", "content": answer}]
+    messages = [{"role": "user", "content": "3+4"}, {"role": "assistant", "content": "7"}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False))
     except Exception:  # templates raise anything, for instance if they do not know the role
         return None
-    behind = text.rpartition(answer)[2]
+    after = text.rpartition("7")[2]
     special = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    found = sorted((behind.index(word), i) for word, i in special.items() if word in behind)
-    return found[0][1] if found else None
+    found = [(after.index(word), i) for word, i in special.items() if word in after]
+    return min(found)[1] if found else None
 
 
 def _words(words: dict[int, Any]) -> str:
     return listed(f"{word!r} (id {number:,})" for number, word in words.items())
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 from iwopd.model_facts import context_length
 from iwopd.train.doctor.case import Case
-from iwopd.train.doctor.findings import Finding, failure, passed, warning
+from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
 
 
 def check_context(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
@@ -17,19 +17,15 @@ def check_context(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
         return
     needed = case.longest_prompt + case.max_response + 1
     what = f"{case.longest_prompt:,} (longest prompt) + {case.max_response:,} (response) + 1 = {needed:,} tokens"
-    known = {}
-    for name, config in configs.items():
-        limit = context_length(config)
-        if limit is None:
-            continue
-        known[name] = limit
+    limits = {name: context_length(config) for name, config in configs.items()}
+    known = {name: limit for name, limit in limits.items() if limit is not None}
+    for name, limit in known.items():
         if limit < needed:
             fit = limit - case.max_response - 1
             shorter = f", or data.max_prompt_tokens to {fit:,}" if fit > 0 else ""
+            message = f"the {name} has room for {limit:,} tokens (max_position_embeddings), but {what} are needed"
             yield failure(
-                "context",
-                f"the {name} has room for {limit:,} tokens (max_position_embeddings), but {what} are needed",
-                f"lower rollout.max_tokens to {max(1, limit - case.longest_prompt - 1):,}{shorter}",
+                "context", message, f"lower rollout.max_tokens to {max(1, limit - case.longest_prompt - 1):,}{shorter}"
             )
     if known and all(limit >= needed for limit in known.values()):
         room = ", ".join(f"{name} {limit:,}" for name, limit in known.items())
@@ -39,14 +35,8 @@ def check_context(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
 def check_temperature(case: Case) -> Iterator[Finding]:
     rollout = case.config.rollout
     if rollout.top_p < 1 or rollout.top_k:
-        cut = " and ".join(
-            part
-            for part in (
-                f"top_p {rollout.top_p}" if rollout.top_p < 1 else "",
-                f"top_k {rollout.top_k}" if rollout.top_k else "",
-            )
-            if part
-        )
+        cuts = {f"top_p {rollout.top_p}": rollout.top_p < 1, f"top_k {rollout.top_k}": rollout.top_k > 0}
+        cut = listed(name for name, active in cuts.items() if active)
         yield warning(
             "temperature",
             f"with {cut} the student samples from fewer ids than its log-probs are taken over, so rollouts are not quite "

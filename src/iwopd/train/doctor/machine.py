@@ -32,9 +32,8 @@ def check_packages(config: Config) -> Iterator[Finding]:
     }
     for package, (extra, wanted) in needed.items():
         if wanted and importlib.util.find_spec(package) is None:
-            yield failure(
-                "packages", f"this recipe needs {package}, which is not installed", f"install it: pip install 'iwopd[{extra}]'"
-            )
+            message = f"this recipe needs {package}, which is not installed"
+            yield failure("packages", message, f"install it: pip install 'iwopd[{extra}]'")
 
 
 def check_processor(config: Config) -> Iterator[Finding]:

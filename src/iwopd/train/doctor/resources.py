@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,9 @@ def available_memory() -> tuple[int, str] | None:
     except (OSError, ValueError):
         return None
     free = int(lines["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:  # a container may have less than the machine
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    with suppress(OSError, ValueError):  # a container may have less than the machine
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, limit - used)
-    except (OSError, ValueError):
-        pass
     return free, "machine"
 
 
@@ -92,7 +90,7 @@ def _memory(memory: StepMemory, *, loaded: bool) -> Iterator[Finding]:
     words = f"a step needs about {gigabytes(memory.total)} ({parts or 'each part under a megabyte'})"
     there = available_memory()
     if there is None:
-        yield warning("memory", f"{words}; how much there is, is unknown", "compare it yourself")
+        yield warning("memory", f"{words}; how much is free is unknown", "compare it yourself")
         return
     free, what = there
     if loaded:  # the weights are in memory already, and no longer free
@@ -110,9 +108,8 @@ def _disk(case: Case, each: float) -> Iterator[Finding]:
     nearest = next(folder for folder in (case.folder, *case.folder.absolute().parents) if folder.exists())
     free = shutil.disk_usage(nearest).free
     words = f"{kept} checkpoints of {gigabytes(each)} in {case.folder}; free: {gigabytes(free)}"
-    yield _verdict(
-        "disk", each * kept, free, words, "free some space, put the run on another disk (--out), or lower checkpoint.keep"
-    )
+    remedy = "free some space, put the run on another disk (--out), or lower checkpoint.keep"
+    yield _verdict("disk", each * kept, free, words, remedy)
 
 
 def _verdict(check: str, needed: float, free: float, words: str, remedy: str) -> Finding:

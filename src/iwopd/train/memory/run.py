@@ -8,20 +8,19 @@ from functools import cached_property
 from typing import Literal
 
 from iwopd.config import Config
-from iwopd.config.engines import engine_type
+from iwopd.config.engines import VllmSettings, engine_type
 from iwopd.rollout.local import CACHE_BYTES_CPU
 from iwopd.train.memory.shapes import ModelShape
-from iwopd.train.memory.step import (
-    DTYPE_BYTES,
-    ENGINE_WORKING,
-    QUANTIZED_BYTES,
-    DeviceLoad,
-    StepMemory,
-    Stored,
-    Student,
-    WriterMemory,
-    scoring_parts,
-)
+from iwopd.train.memory.step import NO_WRITER, StepMemory, Stored, Student, WriterMemory, device_memory
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}
+"""Of a parameter in a quantised matrix, scales included."""
+ENGINE_WORKING = 2e9
+"""Bytes of a vLLM engine besides weights and cache: activations of a batch, CUDA graphs. An assumption."""
+SCORED_TOKENS, SCORED_BYTES = 8192, 6
+"""Tokens whose logits vLLM makes at once for prompt log-probs (verl's default `max_num_batched_tokens`), and bytes of each
+logit: a bfloat16 and a float32 copy (docs/plan.md)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,39 +67,23 @@ class RunShape:
         same = ("cuda", "cuda:0") if gpus else ("cpu", "auto")
         return 1.0 if device is None or device in same else 0.0
 
-    # The settings of the rollout engine, each read in one place.
+    @property
+    def vllm(self) -> VllmSettings:
+        """Settings of a rollout engine with its own copy of the student, here or on verl."""
+        return self.config.engine.vllm
 
     @property
     def writer(self) -> Literal["sampler", "engine", "elsewhere"]:
         """Who writes with the local trainer: its own sampler, an engine with its own copy of the student, a server."""
-        kinds: dict[str, Literal["sampler", "engine", "elsewhere"]] = {"student": "sampler", "copy": "engine"}
-        return kinds.get(engine_type(self.config.rollout.engine).weights, "elsewhere")
-
-    @property
-    def engine_share(self) -> float:
-        """Of a GPU's memory, for engine, cache and all."""
-        return self.config.engine.vllm.memory_share
-
-    @property
-    def engine_shards(self) -> int:
-        """GPUs of one rollout engine, at least."""
-        return self.config.engine.vllm.tensor_parallel
-
-    @property
-    def engine_sleeps(self) -> bool:
-        return self.config.engine.vllm.sleep
-
-    @property
-    def engine_cache(self) -> float | None:
-        """Bytes of the engine's cache, where they are set."""
-        return None if self.config.engine.vllm.cache_gb is None else self.config.engine.vllm.cache_gb * 2**30
+        weights = engine_type(self.config.rollout.engine).weights
+        return "sampler" if weights == "student" else "engine" if weights == "copy" else "elsewhere"
 
     def writing_bytes(self, trainer: Literal["local", "verl"]) -> int:
         """Of a number in the writer's weights and cache; verl's engine follows `precision`, the local trainer's do not."""
         if trainer == "local" and self.writer == "sampler":
             return self.weight_bytes
         half = trainer == "verl" and self.config.precision == "bf16"
-        return DTYPE_BYTES[self.config.engine.vllm.dtype or ("bfloat16" if half else self.config.models.dtype)]
+        return DTYPE_BYTES[self.vllm.dtype or ("bfloat16" if half else self.config.models.dtype)]
 
     @cached_property
     def _trained(self) -> Student:
@@ -121,40 +104,49 @@ class RunShape:
         Of the sampler's cache, a GPU must hold one row: more are under way if there is room. A CPU's has a fixed budget.
         """
         share = self.teacher_share(gpus)
-        return DeviceLoad(
+        return device_memory(
             self._trained,
             self.micro_batch,
             teachers=tuple(Stored(teacher, self.teacher_bytes, share) for teacher in self.teachers.values()),
             reference=None if self.reference is None else Stored(self.reference, self.weight_bytes),
             on_gpu=gpus > 0,
             writer=self._writer(gpus > 0, memory),
-        ).memory
+        )
 
     def _writer(self, on_gpu: bool, memory: float) -> WriterMemory:
         if self.writer == "elsewhere":
-            return WriterMemory()
+            return NO_WRITER
         row = self.longest * self.student.cache_elements * self.writing_bytes("local")
         if self.writer == "sampler":
             return WriterMemory(cache=row * (1 if on_gpu else max(1, min(self.rollouts, CACHE_BYTES_CPU // row))))
         weights = Stored(self.student, self.writing_bytes("local")).weights
         working = ENGINE_WORKING if on_gpu else 0.0
-        room = self.engine_share * memory - weights - working if on_gpu else 2**30
-        return WriterMemory(weights, working, self.engine_cache or max(room, row), stays=not self.engine_sleeps)
+        room = self.vllm.memory_share * memory - weights - working if on_gpu else 2**30
+        cache = max(room, row) if self.vllm.cache_gb is None else self.vllm.cache_gb * 2**30
+        return WriterMemory(weights, working, cache, stays=not self.vllm.sleep)
 
     def on_verl(self, *, gpus: int, engine_shards: int, gpu_memory: float) -> StepMemory:
         """One of the student's `gpus` GPUs on verl, with rollout engines of `engine_shards` GPUs that sleep in the update."""
         weights = Stored(self.student, self.writing_bytes("verl"), 1 / engine_shards).weights
-        room = self.engine_share * gpu_memory - weights - ENGINE_WORKING
-        return DeviceLoad(
+        room = self.vllm.memory_share * gpu_memory - weights - ENGINE_WORKING
+        return device_memory(
             self._trained,
             -(-self.micro_batch // self.config.cluster.sequence_parallel),
             reference=None if self.reference is None else Stored(self.reference, self.weight_bytes, 1 / gpus),
-            trainer="verl",
             shards=gpus,
+            on_verl=True,
             writer=WriterMemory(weights, ENGINE_WORKING, max(0.0, room)),
             offloaded=self.config.cluster.offload,
-        ).memory
+        )
 
     def scoring_on_verl(self, teacher: ModelShape, shards: int) -> dict[str, float]:
-        """One of the `shards` GPUs of a teacher's copy on verl, which writes one token after the longest answer."""
-        return scoring_parts(Stored(teacher, self.teacher_bytes, 1 / shards), self.longest + 1)
+        """Bytes by part on one of the `shards` GPUs of a teacher's copy on verl; the logits lie outside the engine's share.
+
+        The teacher writes one token after the longest answer.
+        """
+        return {
+            "weights": Stored(teacher, self.teacher_bytes, 1 / shards).weights,
+            "one longest answer": (self.longest + 1) * teacher.cache_elements * self.teacher_bytes * (1 / shards),
+            "engine's working": ENGINE_WORKING,
+            "logits": SCORED_TOKENS * teacher.vocabulary * SCORED_BYTES,
+        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -56,14 +57,12 @@ class ModelShape:
     @property
     def attention_width(self) -> int:
         """Heads x width of one."""
-        heads, _, width = self._heads
-        return heads * width
+        return self._heads[0] * self._heads[2]
 
     @property
     def cache_elements(self) -> int:
         """Numbers in the key/value cache of one token."""
-        _, key_heads, width = self._heads
-        return 2 * self.layers * key_heads * width
+        return 2 * self.layers * self._heads[1] * self._heads[2]
 
     @property
     def active(self) -> float:
@@ -104,10 +103,9 @@ class ModelShape:
     @cached_property
     def _heads(self) -> tuple[int, int, int]:
         """Attention heads, key/value heads, and the width of one."""
-        text = self._text
-        heads = int(text.num_attention_heads)
-        key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-        return heads, key_heads, int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+        text, heads = self._text, int(self._text.num_attention_heads)
+        width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+        return heads, int(getattr(text, "num_key_value_heads", None) or heads), width
 
 
 def _empty_model(config: Any) -> Any:
@@ -126,7 +124,7 @@ def _count(config: Any) -> ParameterCount:
     text = config.get_text_config()
     experts = int(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0)
     share = int(getattr(text, "num_experts_per_tok", None) or experts) / experts if experts else 1.0
-    by_layer: dict[str, int] = {}
+    by_layer: Counter[str] = Counter()
     outside = matrices = routed = 0
     for name, parameter in model.named_parameters():
         size = int(parameter.numel())
@@ -134,12 +132,12 @@ def _count(config: Any) -> ParameterCount:
         if layer is None:
             outside += size
             continue
-        by_layer[layer] = by_layer.get(layer, 0) + size
+        by_layer[layer] += size
         if parameter.dim() > 1:
             matrices += size
             routed += size if ".experts." in name else 0
     return ParameterCount(
-        total=outside + sum(by_layer.values()),
+        total=outside + by_layer.total(),
         outside=outside,
         layers=matrices,
         active=matrices - routed + share * routed,

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
 
 from iwopd.algo.head import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 from iwopd.train.memory.shapes import ModelShape
 
 GB = 1e9
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}
-"""Of a parameter in a quantised matrix, scales included."""
 ADAPTER_BYTES = 4
 """An adapter is trained in float32, whatever the model's precision."""
-ENGINE_WORKING = 2e9
-"""Bytes of a vLLM engine besides weights and cache: activations of a batch, CUDA graphs. An assumption."""
-SCORED_TOKENS = 8192
-"""Tokens whose logits vLLM makes at once for prompt log-probs (verl's default `max_num_batched_tokens`)."""
-SCORED_BYTES = 6
-"""Of each of those logits: a bfloat16 and a float32 copy (docs/plan.md)."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +44,7 @@ class Student:
 
     @property
     def weights(self) -> float:
-        count = self.shape.count
-        matrices = self.number_bytes if self.quantized_bytes is None else self.quantized_bytes
+        count, matrices = self.shape.count, self.quantized_bytes or self.number_bytes
         return count.layers * matrices + (count.total - count.layers) * self.number_bytes + ADAPTER_BYTES * self.adapter
 
     @property
@@ -71,9 +60,8 @@ class Student:
         """
         if self.compute_bytes >= self.number_bytes:
             return 0.0
-        count = self.shape.count
         one_layer = bool(self.adapter) and self.gradient_checkpointing
-        return self.compute_bytes * (count.largest_layer if one_layer else count.layers)
+        return self.compute_bytes * (self.shape.count.largest_layer if one_layer else self.shape.count.layers)
 
 
 @dataclass(frozen=True)
@@ -95,6 +83,9 @@ class WriterMemory:
     @property
     def total(self) -> float:
         return self.weights + self.working + self.cache
+
+
+NO_WRITER = WriterMemory()
 
 
 @dataclass(frozen=True)
@@ -120,8 +111,8 @@ class StepMemory:
     @property
     def update_parts(self) -> dict[str, float]:
         """By name, those of 0 bytes, too."""
-        sizes = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
-        return {name: size for name, size in sizes.items() if name not in ("writer", "offloaded")}
+        names = [field.name for field in fields(self) if field.name not in ("writer", "offloaded")]
+        return {name.replace("_", " "): getattr(self, name) for name in names}
 
     @property
     def parts(self) -> dict[str, float]:
@@ -153,55 +144,36 @@ class StepMemory:
         return self.gradients + self.adam
 
 
-@dataclass(frozen=True)
-class DeviceLoad:
-    """What one device holds and computes in a step."""
+def device_memory(
+    student: Student,
+    micro_batch_tokens: int,
+    *,
+    teachers: tuple[Stored, ...] = (),
+    reference: Stored | None = None,
+    shards: int = 1,
+    on_gpu: bool = True,
+    on_verl: bool = False,
+    writer: WriterMemory = NO_WRITER,
+    offloaded: bool = False,
+) -> StepMemory:
+    """What one device holds and computes in a step, with so many tokens of the update on it.
 
-    student: Student
-    micro_batch_tokens: int
-    """Of the update, on this device."""
-    teachers: tuple[Stored, ...] = ()
-    reference: Stored | None = None
-    trainer: Literal["local", "verl"] = "local"
-    """local: fused head, autocast; verl: FSDP over `shards` devices and a whole matrix of logits."""
-    shards: int = 1
-    """Devices over which student, gradients and moments are spread."""
-    on_gpu: bool = True
-    writer: WriterMemory = WriterMemory()
-    offloaded: bool = False
-
-    @property
-    def memory(self) -> StepMemory:
-        student, count, spread = self.student, self.student.shape.count, self.trainer == "verl"
-        kept = student.shape.activation_elements(student.gradient_checkpointing)
-        return StepMemory(
-            weights=student.weights / self.shards,
-            adam=2 * student.gradients / self.shards,
-            gradients=student.gradients / self.shards,
-            teachers=sum(teacher.weights for teacher in self.teachers),
-            reference=0.0 if self.reference is None else self.reference.weights,
-            autocast_copies=0.0 if spread else student.autocast_copies,
-            activations=self.micro_batch_tokens * kept * student.compute_bytes,
-            head=self._logits + (0 if student.adapter else 4 * count.head),  # that gradient is summed in float32
-            gathered_layers=2 * student.compute_bytes * (count.outside + 2 * count.largest_layer) if spread else 0.0,
-            writer=self.writer,
-            offloaded=self.offloaded,
-        )
-
-    @property
-    def _logits(self) -> float:
-        """Two copies for a whole micro-batch on verl; the fused head has two float32 buffers for a chunk of tokens."""
-        twice = 2 * self.micro_batch_tokens * self.student.shape.vocabulary
-        if self.trainer == "verl":
-            return twice * self.student.compute_bytes
-        return 4 * min(twice, CHUNK_ELEMENTS_GPU if self.on_gpu else CHUNK_ELEMENTS_CPU)
-
-
-def scoring_parts(teacher: Stored, longest: int) -> dict[str, float]:
-    """Bytes by part of a teacher's vLLM engine on one GPU, as verl starts it; the logits lie outside the engine's share."""
-    return {
-        "weights": teacher.weights,
-        "one longest answer": longest * teacher.shape.cache_elements * teacher.number_bytes * teacher.share,
-        "engine's working": ENGINE_WORKING,
-        "logits": SCORED_TOKENS * teacher.shape.vocabulary * SCORED_BYTES,
-    }
+    Student, gradients and moments are spread over `shards` devices. Locally the head is fused and autocast computes; verl has
+    FSDP and a whole matrix of logits.
+    """
+    count, compute_bytes = student.shape.count, student.compute_bytes
+    logits = 2 * micro_batch_tokens * student.shape.vocabulary  # two copies; of a fused head, two float32 buffers for a chunk
+    fused = 4 * min(logits, CHUNK_ELEMENTS_GPU if on_gpu else CHUNK_ELEMENTS_CPU)
+    return StepMemory(
+        weights=student.weights / shards,
+        adam=2 * student.gradients / shards,
+        gradients=student.gradients / shards,
+        teachers=sum(teacher.weights for teacher in teachers),
+        reference=0.0 if reference is None else reference.weights,
+        autocast_copies=0.0 if on_verl else student.autocast_copies,
+        activations=micro_batch_tokens * student.shape.activation_elements(student.gradient_checkpointing) * compute_bytes,
+        head=(logits * compute_bytes if on_verl else fused) + (0 if student.adapter else 4 * count.head),  # summed in float32
+        gathered_layers=2 * compute_bytes * (count.outside + 2 * count.largest_layer) if on_verl else 0.0,
+        writer=writer,
+        offloaded=offloaded,
+    )

@@ -12,7 +12,7 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from iwopd.cluster.verl.testing.server import StudentServer, TeacherServer
+from verl_testing.server import StudentServer, TeacherServer
 
 NAME = "hf"
 

@@ -1,38 +1,29 @@
-"""For tests only: runs verl on a machine without GPUs. Inactive unless `IWOPD_VERL_CPU=1` is set.
+"""Runs verl on a machine without GPUs, where `environment()` is set.
 
 verl needs accelerators, and vLLM or SGLang. Here a platform `cpu` replaces the accelerator (Ray assigns logical
 GPUs, one process each), gloo replaces NCCL, and servers around our own sampler and scorer replace vLLM. Everything else is
 verl's: Ray actors, TransferQueue, agent loop, FSDP2 workers, weight sync, losses, checkpoints. Only fast enough for tests.
 
-The plugin calls `install()` in every process that imports verl; a launch adds `environment()` and `overrides()`.
+Every process that imports verl imports `verl_testing.installed` first (verl's own VERL_USE_EXTERNAL_MODULES); the launcher adds
+`environment()` and `overrides()` to the job.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-VARIABLE = "IWOPD_VERL_CPU"
-
-
-def active() -> bool:
-    """Whether this process runs verl without GPUs."""
-    return os.environ.get(VARIABLE) == "1"
-
-
-def install() -> None:
-    """Register platform and rollout engine with verl, in this process. Call it before verl's platform is first used."""
-    from iwopd.cluster.verl.testing import platform
-
-    platform.install()
-    from iwopd.cluster.verl.testing import engine  # imports modules that ask for the platform
-
-    engine.install()
+from iwopd.cluster.verl.job import STAND_IN
+from iwopd.cluster.verl.translate import TEACHERS
+from iwopd.config import Config
 
 
 def environment() -> dict[str, str]:
     """Variables of the launch and of every Ray worker."""
     return {
-        VARIABLE: "1",
+        STAND_IN: __name__,
+        "VERL_USE_EXTERNAL_MODULES": f"{__name__}.installed",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine is registered for cuda; it asks the platform for its real device
         "OMP_NUM_THREADS": "1",
@@ -45,12 +36,12 @@ def environment() -> dict[str, str]:
     }
 
 
-def overrides(gpus: int | None = None) -> list[str]:
+def overrides(config: Config, gpus: int | None = None) -> list[str]:
     """Hydra overrides of verl's settings, to be placed after all others. `gpus`: number of logical GPUs of a local Ray."""
     settings: dict[str, object] = {
         "trainer.device": "cpu",
         "actor_rollout_ref.rollout.name": "hf",
-        "distillation.teacher_models.teacher_model.inference.name": "hf",
+        f"{TEACHERS}.teacher_model.inference.name": "hf",
         "actor_rollout_ref.rollout.dtype": "float32",
         "actor_rollout_ref.rollout.load_format": "auto",
         "actor_rollout_ref.rollout.agent.num_workers": 1,
@@ -70,6 +61,8 @@ def overrides(gpus: int | None = None) -> list[str]:
             f"actor_rollout_ref.{role}.fsdp_config.model_dtype": "fp32",
             f"actor_rollout_ref.{role}.fsdp_config.mixed_precision": "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
         }
+    if config.teacher.others:
+        settings |= {f"{TEACHERS}.iwopd_{number}.inference.name": "hf" for number in range(1 + len(config.teacher.others))}
     if gpus is not None:
         settings["ray_kwargs.ray_init.num_gpus"] = gpus
         settings["ray_kwargs.ray_init.num_cpus"] = 16  # slots, not cores: every verl actor needs one
