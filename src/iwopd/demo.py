@@ -230,11 +230,7 @@ def _print_rollout(console: Console, folders: dict[tuple[str, int], Path]) -> No
 
 
 def _print_meaning(
-    console: Console,
-    base: Interval,
-    teacher: Interval,
-    results: dict[str, dict[int, Interval]],
-    curve: dict[float, Interval],
+    console: Console, base: Interval, teacher: Interval, results: dict[str, dict[int, Interval]], curve: dict[float, Interval]
 ) -> None:
     last = {name: steps[max(steps)] for name, steps in results.items()}
     first, final = curve[FRACTIONS[0]], curve[FRACTIONS[-1]]

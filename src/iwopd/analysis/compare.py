@@ -16,17 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from iwopd.analysis.pairing import (
-    Group,
-    Metric,
-    Side,
-    align,
-    baselines,
-    choose_tasks,
-    group_results,
-    note_settings,
-    pair_seeds,
-)
+from iwopd.analysis.pairing import Group, Metric, Side, align, baselines, choose_tasks, group_results, note_settings, pair_seeds
 from iwopd.eval import statistics
 from iwopd.eval.statistics import Crossed, Interval, Term
 from iwopd.runs.evaluations import ResultsError

@@ -82,12 +82,7 @@ def _lengths(rollout: Rollout, fractions: Sequence[float]) -> list[int]:
 
 
 def _continue(
-    rollouts: Sequence[Rollout],
-    teacher: Sampler,
-    tokenizer: Any,
-    fractions: Sequence[float],
-    continuations: int,
-    seed: int,
+    rollouts: Sequence[Rollout], teacher: Sampler, tokenizer: Any, fractions: Sequence[float], continuations: int, seed: int
 ) -> list[list[str]]:
     """Whole answers of each rollout: all continuations of its first prefix length, then of its second, ..."""
     prefixes = [(row, length) for row, rollout in enumerate(rollouts) for length in _lengths(rollout, fractions)]

@@ -97,11 +97,7 @@ class ReportData:
 
 
 def gather(
-    runs: Sequence[Run],
-    notes: Notes,
-    handoff: dict[str, Any] | None,
-    max_tokens: int,
-    probes: Sequence[NamedProbe] = (),
+    runs: Sequence[Run], notes: Notes, handoff: dict[str, Any] | None, max_tokens: int, probes: Sequence[NamedProbe] = ()
 ) -> ReportData:
     groups = _groups(runs)
     _note_differences(runs, notes)

@@ -43,16 +43,7 @@ IW_MEAN_ONE = Variant(
 IDEAL = tuple(Variant(f"Ideal weight, alpha {alpha:g}", {"weights": "ideal", "params": {"alpha": alpha}}) for alpha in ALPHAS)
 ABLATIONS = tuple(
     method(name)
-    for name in (
-        "fixed-prefix",
-        "linear-decay",
-        "curriculum",
-        "ideal",
-        "ideal-blend",
-        "signed",
-        "surrogate-only",
-        "iw-opd",
-    )
+    for name in ("fixed-prefix", "linear-decay", "curriculum", "ideal", "ideal-blend", "signed", "surrogate-only", "iw-opd")
 )
 EXOPD, IW_EXOPD = method("exopd"), method("iw-exopd")
 
