@@ -1,4 +1,4 @@
-"""The page while a run goes on: written anew whenever a log grows; the page loads itself again.
+"""The page while a run goes on: written again whenever a log grows; the page loads itself again.
 
 There is no server: the file is replaced in one go, and the browser that has it open reads it again from the disk.
 """
@@ -49,9 +49,8 @@ def watch(
                 first = not written
                 written = write(every) or written
                 if first:
-                    say(
-                        f"report: {out} (written anew every {every:g} s as the run goes on)" if written else "waiting for a run"
-                    )
+                    ready = f"report: {out} (written again every {every:g} s as the run goes on)"
+                    say(ready if written else "waiting for a run")
             elif written and all_finished(runs, probes):  # and nothing was added since the last look: the last evaluation is in
                 write(None)
                 say(f"the run is finished; report: {out}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from iwopd.report.charts import Axis, Chart, Series
+from iwopd.report.charts import Axis, Chart, Panel, Series
 from iwopd.report.gathering import Group, ReportData
-from iwopd.report.panel import Panel
 from iwopd.report.series import all_values, metric_chart
 from iwopd.runs.logs import number
 
@@ -72,10 +71,10 @@ def _row(group: Group) -> dict[str, Any]:
         return [value for record in records if (value := number(record.get(name))) is not None]
 
     def total(name: str) -> float | None:
-        return sum(values(name)) if values(name) else None
+        return sum(found) if (found := values(name)) else None
 
     def mean(name: str) -> float | None:
-        return sum(values(name)) / len(values(name)) if values(name) else None
+        return sum(found) / len(found) if (found := values(name)) else None
 
     return {
         "label": group.label,
