@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from iwopd.algo.drift import drift_regions
 from iwopd.algo.evidence import Evidence
@@ -66,10 +67,8 @@ class TokenGradients:
         for parameter in self.parameters:
             parameter.grad = None
         for rows, sequences in self.batches:
-            wanted = torch.cat(
-                [coefficients[row, :length] for row, length in zip(rows, sequences.answers.tolist(), strict=True)]
-            )
-            wanted = wanted.to(self.lm.device)
+            lengths = zip(rows, sequences.answers.tolist(), strict=True)
+            wanted = torch.cat([coefficients[row, :length] for row, length in lengths]).to(self.lm.device)
             if bool((wanted != 0).any()):
                 logprobs = self._logprobs(sequences)
                 (logprobs * wanted.to(logprobs.dtype)).sum().backward(retain_graph=self._kept is not None)
@@ -79,9 +78,7 @@ class TokenGradients:
         return gradient
 
     def _logprobs(self, sequences: Sequences) -> Tensor:
-        if self._kept is not None:
-            return self._kept
-        logprobs = self.lm.logprobs(sequences)
+        logprobs = self.lm.logprobs(sequences) if self._kept is None else self._kept
         if len(self.batches) == 1 and self.lm.fused:
             self._kept = logprobs
         return logprobs
@@ -97,11 +94,9 @@ def batch_cosines(
     advance: Callable[[int], None] = lambda directions: None,
 ) -> dict[str, float]:
     """Cosine of every rule's update, and of OPD's on each region, with the gradient towards the solutions."""
-    solutions = TokenGradients(lm, [prompt for prompt, _ in batch.solutions], [ids for _, ids in batch.solutions], budget)
-    width = max(len(ids) for _, ids in batch.solutions)
-    lengths = torch.tensor([len(ids) for _, ids in batch.solutions])
-    target = solutions.of((torch.arange(width)[None] < lengths[:, None]).float())
-    del solutions  # and its forward pass
+    prompts, solutions = ([pair[place] for pair in batch.solutions] for place in range(2))
+    every_token = pad_sequence([torch.ones(len(ids)) for ids in solutions], batch_first=True)
+    target = TokenGradients(lm, prompts, solutions, budget).of(every_token)
     prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in batch.rollouts]
     updates = TokenGradients(lm, prompts, [rollout.response_ids for rollout in batch.rollouts], budget)
     found = {}
@@ -123,16 +118,11 @@ def measure_alignment(
     """Cosines over batches, with t intervals and paired differences to plain OPD (the rule `opd`)."""
     lm.model.eval()
     rows = [batch_cosines(lm, batch, rules, drift.threshold, budget=budget, advance=advance) for batch in batches]
-    shares = {"before": drift.before, "at": drift.at, "until": drift.until, "after": drift.after}
 
     def aligned(key: str, title: str) -> Aligned:
-        return Aligned(
-            key=key,
-            title=title,
-            cosine=over_batches([row[key] for row in rows]),
-            gain=None if key == "opd" else over_batches([row[key] - row["opd"] for row in rows]),
-            share=shares.get(key),
-        )
+        gain = None if key == "opd" else over_batches([row[key] - row["opd"] for row in rows])
+        share = getattr(drift, key) if key in REGIONS else None
+        return Aligned(key=key, title=title, cosine=over_batches([row[key] for row in rows]), gain=gain, share=share)
 
     return Alignment(
         batches=len(batches),
@@ -140,11 +130,6 @@ def measure_alignment(
         rules=[aligned(rule.key, rule.title) for rule in rules],
         regions=[aligned(key, title) for key, title in REGIONS.items()],
     )
-
-
-def directions_of(rules: Sequence[Rule]) -> int:
-    """How many gradients a batch takes."""
-    return len(rules) + len(REGIONS)
 
 
 def _directions(batch: AlignmentBatch, rules: Sequence[Rule], threshold: float) -> dict[str, Tensor]:

@@ -58,14 +58,12 @@ def measure_drift(tokens: Tokens, bootstrap: Bootstrap, threshold: float) -> Dri
     def share(region: Tensor) -> Estimate:
         return bootstrap.estimate(region_share, _summed(tokens.gap.abs(), region), size)
 
+    regions = {"before": before, "at": at, "until": before | at, "after": after}
     return Drift(
         threshold=threshold,
         rollouts=bootstrap.mean(drifts),
         position=bootstrap.estimate(torch.div, relative, drifts),
-        before=share(before),
-        at=share(at),
-        until=share(before | at),
-        after=share(after),
+        **{name: share(region) for name, region in regions.items()},
     )
 
 
@@ -86,7 +84,7 @@ def measure_top_k_overlap(tokens: Tokens, bootstrap: Bootstrap, bins: int, *, k:
 
 def measure_likelihood(tokens: Tokens, bootstrap: Bootstrap, bins: int) -> Likelihood:
     """Cumulative log-likelihood of the student's prefixes under both models (Fig. 3c), by fraction and by token."""
-    logprobs: dict[str, Any] = {"student_logprobs": tokens.student_logprobs, "teacher_logprobs": tokens.teacher_logprobs}
+    logprobs: Any = {"student_logprobs": tokens.student_logprobs, "teacher_logprobs": tokens.teacher_logprobs}
     by_fraction = position_profile(tokens.gap, tokens.mask, bins=bins, **logprobs)
     width = math.ceil(tokens.mask.shape[1] / TOKEN_BINS)
     by_token = position_profile(tokens.gap, tokens.mask, by="position", width=width, **logprobs)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from iwopd.analysis.reproduce.variants import Variant
 from iwopd.config import Config, make_config
-from iwopd.eval.statistics import Interval, crossed, interval_over_problems, sign_flip_p
+from iwopd.eval.statistics import Crossed, Interval, crossed, interval_over_problems, sign_flip_p
 from iwopd.runs.identity import run_key
 from iwopd.runs.reading import Run
 from iwopd.train.many import PlannedRun
@@ -70,10 +70,10 @@ class Runs:
 
     def all_planned(self, variants: Iterable[Variant]) -> list[PlannedRun]:
         """All runs of these variants, each once; an interrupted sweep has some seeds of every method."""
-        every = [self.planned(variant, lineage, seed) for lineage, seed in self.members for variant in variants]
         found: dict[Path, PlannedRun] = {}
-        for run in every:
-            found.setdefault(run.folder, run)
+        for lineage, seed in self.members:
+            for run in (self.planned(variant, lineage, seed) for variant in variants):
+                found.setdefault(run.folder, run)
         return list(found.values())
 
     def scores(self, variant: Variant, step: int) -> Tensor:
@@ -82,16 +82,13 @@ class Runs:
 
     def accuracy(self, variant: Variant, step: int) -> Interval:
         """In percent."""
-        return _percent(_interval(self.scores(variant, step), (0.0, 1.0)))
+        return _pooled(self.scores(variant, step), (0.0, 1.0))[0]
 
     def effect(self, variant: Variant, baseline: Variant, step: int) -> Effect:
         """Paired by lineage, seed and problem, in points."""
         difference = self.scores(variant, step) - self.scores(baseline, step)
-        both = crossed([difference])
-        if both is not None:
-            return Effect(_percent(both.interval(bounds=(-1.0, 1.0))), both.p_value, len(difference))
-        mean = difference.mean(0)
-        return Effect(_percent(_interval(difference, (-1.0, 1.0))), sign_flip_p([mean]), len(difference))
+        interval, both = _pooled(difference, (-1.0, 1.0))
+        return Effect(interval, sign_flip_p([difference.mean(0)]) if both is None else both.p_value, len(difference))
 
     def metrics(self, variant: Variant, name: str) -> Tensor:
         """[S, steps] of a metric."""
@@ -102,10 +99,8 @@ class Runs:
         return [Run(self.planned(variant, lineage, seed).folder) for lineage, seed in self.members]
 
 
-def _interval(values: Tensor, bounds: tuple[float, float]) -> Interval:
-    both = crossed([values]) if len(values) > 1 else None
-    return both.interval(bounds=bounds) if both is not None else interval_over_problems([values.mean(0)], bounds=bounds)
-
-
-def _percent(interval: Interval) -> Interval:
-    return Interval(*(100.0 * value for value in interval))
+def _pooled(values: Tensor, bounds: tuple[float, float]) -> tuple[Interval, Crossed | None]:
+    """Interval of values [S, N] in percent: over runs and problems where both vary, else over problems (and None)."""
+    both = crossed([values])
+    found = interval_over_problems([values.mean(0)], bounds=bounds) if both is None else both.interval(bounds=bounds)
+    return Interval(*(100.0 * value for value in found)), both

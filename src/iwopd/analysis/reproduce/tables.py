@@ -53,12 +53,9 @@ def established(effect: Effect) -> bool:
 
 
 def in_words(what: str, effect: Effect) -> str:
-    mean = effect.interval.mean
-    verdict = (
-        ("established" if mean > 0 else "established, the other way round")
-        if established(effect)
-        else "not distinguishable from zero"
-    )
+    verdict = "not distinguishable from zero"
+    if established(effect):
+        verdict = "established" if effect.interval.mean > 0 else "established, the other way round"
     return f"{what}: {signed(effect)} points over {effect.runs} runs (p {p(effect)}): {verdict}."
 
 
@@ -79,11 +76,6 @@ def print_section(section: Section, console: Console) -> None:
 def markdown(section: Section) -> str:
     lines = [f"### {section.key.upper()}: {section.title}", "", f"*Paper: {section.paper}*", ""]
     for table in section.tables:
-        lines += [
-            "| " + " | ".join(table.columns) + " |",
-            "| --- |" + " ---: |" * (len(table.columns) - 1),
-            *("| " + " | ".join(row) + " |" for row in table.rows),
-            "",
-        ]
-    lines += [*section.words, ""]
-    return "\n".join(lines)
+        ruler = ["---", *["---:"] * (len(table.columns) - 1)]
+        lines += [f"| {' | '.join(row)} |" for row in (table.columns, ruler, *table.rows)] + [""]
+    return "\n".join([*lines, *section.words, ""])
