@@ -42,8 +42,7 @@ from iwopd.train.many import PlannedRun, run_all
 from iwopd.train.progress import pretraining_progress
 from iwopd.types import Rollout
 
-Folders = dict[tuple[str, int], Path]
-"""By method and seed."""
+Folders = dict[tuple[str, int], Path]  # by method and seed
 EVAL_PROMPTS = 1000
 FRACTIONS = tuple(tenth / 10 for tenth in range(10))
 MARK = ".iwopd-demo"
@@ -55,10 +54,8 @@ class Outcome:
 
     base: Interval
     teacher: Interval
-    methods: dict[str, dict[int, Interval]]
-    """By step."""
-    handoff: dict[float, Interval]
-    """By the share that the student wrote."""
+    methods: dict[str, dict[int, Interval]]  # by step
+    handoff: dict[float, Interval]  # by the share that the student wrote
 
 
 def tiny_settings(world: str = tiny.DEFAULT_WORLD) -> dict[str, Any]:

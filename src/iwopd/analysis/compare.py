@@ -157,8 +157,7 @@ def _score(strata: list[Tensor], level: float) -> Score:
 class _Pair:
     """A group and its baseline on one task, seed by seed."""
 
-    differences: Tensor
-    """[S, N]."""
+    differences: Tensor  # [S, N]
     samples: list[tuple[Tensor, Tensor]]
     noises: list[SamplingNoise]
     """Of the seeds for which it is known."""

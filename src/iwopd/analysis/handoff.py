@@ -62,7 +62,6 @@ def prefix_length(fraction: float, tokens: int) -> int:
 
 
 def _lengths(rollout: Rollout, fractions: Sequence[float]) -> list[int]:
-    """The different prefix lengths of a rollout."""
     return list(dict.fromkeys(prefix_length(fraction, len(rollout)) for fraction in fractions))
 
 

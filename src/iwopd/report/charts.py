@@ -127,8 +127,7 @@ def chart_panel(name: str, title: str, lead: str, charts: Sequence[Chart]) -> Pa
 
 def stands(series: Series, place: int) -> bool:
     """Whether an interval leaves zero out; without an interval nobody knows."""
-    low = None if series.low is None else series.low[place]
-    high = None if series.high is None else series.high[place]
+    low, high = (None if ends is None else ends[place] for ends in (series.low, series.high))
     return low is not None and high is not None and (low > 0 or high < 0)
 
 

@@ -22,7 +22,7 @@ class ReportError(UserError, RuntimeError):
 
 
 class NothingToReportError(ReportError):
-    """No run that can be read; while watching, not yet."""
+    """No run that can be read; while watching: not yet."""
 
 
 def split_paths(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:

@@ -167,8 +167,7 @@ def _two(data: ReportData) -> list[Group]:
 
 
 def _rule(run: Run) -> str:
-    rule: str = run.setting("method.weights", str, "uniform" if run.setting("method", dict) is not None else "")
-    return rule
+    return str(run.setting("method.weights", str, "uniform" if run.setting("method", dict) is not None else ""))
 
 
 def _is_opd(run: Run) -> bool:

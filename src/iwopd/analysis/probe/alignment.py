@@ -4,8 +4,8 @@ The update of a rule on a batch is `sum_t w[t] A[t] grad lp[t]` over the rollout
 denominator does not turn it). The reference is `sum_t grad lp[t]` over the tokens of correct solutions to the same prompts. The
 cosine of the two says how much of a step is progress; it needs no training and no sampling beyond the rollouts.
 
-Memory: the parameters, the reference gradient and one update, plus the activations of one micro-batch. So rules are the outer
-loop and micro-batches the inner one. If the batch is one micro-batch, its forward pass is kept for all rules.
+Memory: parameters, reference gradient, one update, and the activations of one micro-batch. So rules are the outer loop and
+micro-batches the inner one. If the batch is one micro-batch, its forward pass is kept for all rules.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from iwopd.algo.drift import drift_regions
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.gradients import cosine
 from iwopd.analysis.probe.intervals import over_batches
+from iwopd.analysis.probe.positions import named_regions
 from iwopd.analysis.probe.result import Aligned, Alignment, Drift
 from iwopd.analysis.probe.rules import Rule
 from iwopd.lm import ResponseModel, Sequences
@@ -28,6 +28,7 @@ from iwopd.types import Rollout
 
 TOKEN_BUDGET = 4096
 """Tokens of one micro-batch."""
+Advance = Callable[[int], None]
 REGIONS = {
     "before": "OPD before the first drift",
     "at": "OPD on the first drift",
@@ -41,8 +42,7 @@ class AlignmentBatch:
     """Rollouts with their scores, and one correct solution for each of their prompts."""
 
     rollouts: list[Rollout]
-    evidence: Evidence
-    """[B, T]"""
+    evidence: Evidence  # [B, T]
     solutions: list[tuple[Tensor, Tensor]]
     """Prompt ids and solution ids, end-of-sequence included."""
 
@@ -89,9 +89,8 @@ def batch_cosines(
     batch: AlignmentBatch,
     rules: Sequence[Rule],
     threshold: float,
-    *,
     budget: int = TOKEN_BUDGET,
-    advance: Callable[[int], None] = lambda directions: None,
+    advance: Advance = lambda directions: None,
 ) -> dict[str, float]:
     """Cosine of every rule's update, and of OPD's on each region, with the gradient towards the solutions."""
     prompts, solutions = ([pair[place] for pair in batch.solutions] for place in range(2))
@@ -111,13 +110,11 @@ def measure_alignment(
     batches: Sequence[AlignmentBatch],
     rules: Sequence[Rule],
     drift: Drift,
-    *,
-    budget: int = TOKEN_BUDGET,
-    advance: Callable[[int], None] = lambda directions: None,
+    advance: Advance = lambda directions: None,
 ) -> Alignment:
     """Cosines over batches, with t intervals and paired differences to plain OPD (the rule `opd`)."""
     lm.model.eval()
-    rows = [batch_cosines(lm, batch, rules, drift.threshold, budget=budget, advance=advance) for batch in batches]
+    rows = [batch_cosines(lm, batch, rules, drift.threshold, advance=advance) for batch in batches]
 
     def aligned(key: str, title: str) -> Aligned:
         gain = None if key == "opd" else over_batches([row[key] - row["opd"] for row in rows])
@@ -136,7 +133,5 @@ def _directions(batch: AlignmentBatch, rules: Sequence[Rule], threshold: float) 
     """Coefficients [B, T] of each update."""
     found = {rule.key: rule.signal(batch.evidence).advantages for rule in rules}
     gap = batch.evidence.gap
-    before, at, after = drift_regions(gap, batch.evidence.mask, threshold)
-    for key, region in (("before", before), ("at", at), ("until", before | at), ("after", after)):
-        found[key] = torch.where(region, gap, 0.0)
-    return found
+    regions = named_regions(gap, batch.evidence.mask, threshold)
+    return found | {key: torch.where(region, gap, 0.0) for key, region in regions.items()}

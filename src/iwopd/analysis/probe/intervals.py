@@ -50,7 +50,6 @@ class Bootstrap:
         return Curve(**{name: value.tolist() for name, value in self._interval(statistic, values).items()})
 
     def estimate(self, statistic: Callable[..., Tensor], *values: Tensor) -> Estimate:
-        """A single number with its interval."""
         return Estimate(**{name: float(value) for name, value in self._interval(statistic, values).items()})
 
     def mean_curve(self, binned: Binned) -> Curve:

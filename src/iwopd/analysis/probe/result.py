@@ -96,13 +96,12 @@ class Positions(Part):
 
 
 class Drift(Part):
-    """The first token of each rollout with gap < -threshold."""
+    """The first token of each rollout with gap < -threshold: the share of rollouts that have one, and where."""
 
     threshold: float
     rollouts: Estimate
-    """Share of rollouts that have one."""
     position: Estimate
-    """Its relative position, where there is one."""
+    """Relative, where there is one."""
     before: Estimate
     at: Estimate
     until: Estimate
@@ -137,10 +136,11 @@ class PrefixLikelihood(Part):
 
 
 class Likelihood(Part):
+    """By position, and of whole responses."""
+
     by_fraction: PrefixLikelihood
     by_token: PrefixLikelihood
     student: Estimate
-    """Whole responses."""
     teacher: Estimate
     difference: Estimate
 
@@ -153,7 +153,6 @@ class RuleEffect(Part):
     rule: str
     params: dict[str, Any]
     weights: Curve
-    """Mean weight by relative position."""
     spread: Curve | None = None
     """Median (`mean`), 10th (`low`) and 90th percentile (`high`) of the tokens' weights by relative position: no interval, but
     how unlike the tokens are. Ideal weights have mean 1 by construction; this is where their alphas differ."""

@@ -75,8 +75,6 @@ class _Run:
         bias, sentences = judge(probe, self.settings.gamma)
         return probe.model_copy(update={"bias": bias, "verdict": sentences})
 
-    # --- rollouts and scores ---
-
     def _sample(self) -> list[Rollout]:
         prompts = self.material.prompts
         rollouts = []
@@ -127,8 +125,6 @@ class _Run:
                 return score_tokens(self.student, teacher, answers, top_k=top_k, advance=self.progress.advance)
             except algo.NonFiniteError as error:
                 raise ProbeError(f"the pair cannot be scored: {error}; the weights of one of them may hold NaN") from None
-
-    # --- parts ---
 
     def _handoff(self, rollouts: Sequence[Rollout], about: Rollouts) -> None:
         material, settings = self.material, self.settings
@@ -185,7 +181,7 @@ class _Run:
             self.parts["drift"] = drift
         if "alignment" not in self.missing and (batches := self._batches(tokens, answers)):
             with self._stage("alignment", len(batches) * (len(self.rules) + len(REGIONS))):
-                self.parts["alignment"] = measure_alignment(self.student, batches, self.rules, drift, advance=advance)
+                self.parts["alignment"] = measure_alignment(self.student, batches, self.rules, drift, advance)
 
     def _batches(self, tokens: Tokens, answers: Sequence[Rollout]) -> list[AlignmentBatch]:
         """Batches of different prompts that have solutions, all rollouts of a prompt in one batch."""
@@ -211,8 +207,6 @@ class _Run:
         values = (tokens.teacher_logprobs, tokens.student_logprobs, tokens.mask)
         evidence = Evidence(*(value[rows, :width] for value in values), progress=0.0)
         return AlignmentBatch(rollouts, evidence, solutions)
-
-    # --- small things ---
 
     def _lm(self, model: Any) -> ResponseModel:
         return ResponseModel(model, temperature=self.settings.temperature, vocab_size=self.pair.vocab_size)

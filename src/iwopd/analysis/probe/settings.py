@@ -21,14 +21,12 @@ class ProbeSettings:
 
     max_tokens: int
     """Longest answer of the student, and longest continuation."""
-    samples: int = 1
-    """Rollouts per prompt."""
+    samples: int = 1  # rollouts per prompt
     temperature: float = 1.0
     """Of sampling and of all log-probs."""
     seed: int = 0
     fractions: tuple[float, ...] = FRACTIONS
-    continuations: int = 4
-    """Continuations of each prefix."""
+    continuations: int = 4  # of each prefix
     bins: int = 10
     top_k: int = 5
     drift: float = DRIFT
@@ -36,15 +34,13 @@ class ProbeSettings:
     gamma: float = 0.5
     """Of IW-OPD, for the verdict."""
     batches: int = 8
-    batch_prompts: int = 32
-    """Prompts of each batch of the gradient alignment."""
+    batch_prompts: int = 32  # of each batch of the gradient alignment
     skip: frozenset[str] = frozenset()
     rules: tuple[str, ...] = ()
     """Further rules, as `name:param=value,...`."""
     engine: EngineChoice = LOCAL
-    """Writes the student's rollouts."""
     teacher_engine: EngineChoice = LOCAL
-    """Writes the teacher's continuations."""
+    """Which engines write the student's rollouts and the teacher's continuations."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "samples", "continuations", "bins", "top_k", "batches", "batch_prompts"):

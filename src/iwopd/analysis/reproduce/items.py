@@ -113,14 +113,10 @@ def _comparison(runs: Runs, variants: Sequence[Variant], baseline: Variant) -> t
 @_item("p1", "first or last 30 % of the tokens", OPD, PREFIX, SUFFIX)
 def _p1(item: Item, runs: Runs, probes: Probes) -> Section:
     table, numbers = _comparison(runs, item.variants, OPD)
-    last = runs.steps
     base = runs.accuracy(OPD, 0)
-    suffix, prefix = runs.effect(SUFFIX, OPD, last), runs.effect(PREFIX, OPD, last)
-    words = [
-        f"Base {show(base)}. " + in_words("Prefix-30 minus OPD at the last step", prefix),
-        in_words("Suffix-30 minus OPD at the last step", suffix)
-        + f" Suffix-30 ends {runs.accuracy(SUFFIX, last).mean - base.mean:+.1f} points from the base.",
-    ]
+    prefix, suffix = (_at_the_end(runs, variant, OPD) for variant in (PREFIX, SUFFIX))
+    far = runs.accuracy(SUFFIX, runs.steps).mean - base.mean
+    words = [f"Base {show(base)}. {prefix}", f"{suffix} Suffix-30 ends {far:+.1f} points from the base."]
     return item.make([table], words, methods=numbers)
 
 
@@ -140,6 +136,10 @@ def _p2(item: Item, runs: Runs, probes: Probes) -> Section:
     return item.make([Table(columns, rows)], words, falls=[fall.mean for fall in falls])
 
 
+def _at_the_end(runs: Runs, variant: Variant, baseline: Variant) -> str:
+    return in_words(f"{variant.title} minus {baseline.title} at the last step", runs.effect(variant, baseline, runs.steps))
+
+
 def _percent(value: float | None) -> float:
     return float("nan") if value is None else 100.0 * value
 
@@ -147,9 +147,8 @@ def _percent(value: float | None) -> float:
 @_item("p3", "IW-OPD against OPD", OPD, IW_OPD, OPD_FASTER, IW_MEAN_ONE)
 def _p3(item: Item, runs: Runs, probes: Probes) -> Section:
     table, numbers = _comparison(runs, item.variants, OPD)
-    words = [
-        in_words(f"IW-OPD minus OPD at step {step}", runs.effect(IW_OPD, OPD, step)) for step in (_steps(runs)[0], runs.steps)
-    ]
+    steps = (_steps(runs)[0], runs.steps)
+    words = [in_words(f"IW-OPD minus OPD at step {step}", runs.effect(IW_OPD, OPD, step)) for step in steps]
     words.append(in_words("Control, OPD at 1.25 x lr minus OPD at the last step", runs.effect(OPD_FASTER, OPD, runs.steps)))
     words.append(in_words("IW-OPD minus OPD at 1.25 x lr at the last step", runs.effect(IW_OPD, OPD_FASTER, runs.steps)))
     return item.make([table], words, methods=numbers)
@@ -168,11 +167,9 @@ def _p4(item: Item, runs: Runs, probes: Probes) -> Section:
     columns = ["student", "base", "OPD", "IW-OPD", f"difference, {first}", f"difference, {last}"]
     grows = numbers["small"]["late"].mean > numbers["medium"]["late"].mean > numbers["large"]["late"].mean
     apart = numbers["small"]["late"].low > numbers["large"]["late"].high
-    words = [
-        "The smaller the student, the larger the size ratio. "
-        + ("The differences are ordered as in the paper" if grows else "The differences are not ordered as in the paper")
-        + (", and the ends are apart." if apart else ", and their intervals overlap: no trend is established.")
-    ]
+    order = f"The differences are {'' if grows else 'not '}ordered as in the paper"
+    ends = "the ends are apart." if apart else "their intervals overlap: no trend is established."
+    words = [f"The smaller the student, the larger the size ratio. {order}, and {ends}"]
     return item.make([Table(columns, rows)], words, sizes=numbers)
 
 
@@ -206,9 +203,8 @@ def _p7(item: Item, runs: Runs, probes: Probes) -> Section:
     table, numbers = _comparison(runs, item.variants, OPD)
     worst = min(IDEAL, key=lambda variant: runs.accuracy(variant, runs.steps).mean)
     best = max(IDEAL, key=lambda variant: runs.accuracy(variant, runs.steps).mean)
-    words = [in_words(f"{worst.title} minus {best.title} at the last step", runs.effect(worst, best, runs.steps))]
-    words.append(in_words("Signed minus unsigned (IW-OPD) at the last step", runs.effect(method("signed"), IW_OPD, runs.steps)))
-    return item.make([table], words, methods=numbers)
+    signs = in_words("Signed minus unsigned (IW-OPD) at the last step", runs.effect(method("signed"), IW_OPD, runs.steps))
+    return item.make([table], [_at_the_end(runs, worst, best), signs], methods=numbers)
 
 
 @_item("p8", "ablations", OPD, *ABLATIONS, SURVIVAL)
@@ -228,8 +224,7 @@ def _p8(item: Item, runs: Runs, probes: Probes) -> Section:
 @_item("p9", "ExOPD", EXOPD, IW_EXOPD)
 def _p9(item: Item, runs: Runs, probes: Probes) -> Section:
     table, numbers = _comparison(runs, item.variants, EXOPD)
-    words = [in_words("IW-ExOPD minus ExOPD at the last step", runs.effect(IW_EXOPD, EXOPD, runs.steps))]
-    return item.make([table], words, methods=numbers)
+    return item.make([table], [_at_the_end(runs, IW_EXOPD, EXOPD)], methods=numbers)
 
 
 @_item("p10", "stronger and weaker teacher", *(taught(v, teacher) for teacher in ("weak", "strong") for v in (OPD, IW_OPD)))

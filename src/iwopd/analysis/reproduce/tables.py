@@ -21,17 +21,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """What came out for one of the paper's phenomena."""
+    """What the paper shows of one of its phenomena, what ours shows, and the numbers for machines and figures."""
 
     key: str
     title: str
     paper: str
-    """What the paper shows, and where."""
     tables: Sequence[Table]
     words: Sequence[str]
     """What ours shows, in sentences made from the numbers."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """The same for machines, and for figures."""
 
 
 def show(interval: Interval, digits: int = 1) -> str:

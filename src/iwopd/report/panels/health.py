@@ -35,6 +35,10 @@ CURVES = {
 }
 """Metric, id, title and axis: caption."""
 STAGES = ("rollout", "teacher", "signal", "update")
+STAGES_CAPTION = (
+    "Mean seconds of a step: writing answers, scoring them, making the signal, updating. Runs that shared the machine slow "
+    "each other down, so compare the parts of a bar rather than the bars. Evaluations and checkpoints are not in it."
+)
 
 
 def build(data: ReportData) -> Panel | None:
@@ -105,16 +109,6 @@ def _stages(data: ReportData) -> list[Chart]:
                 means[stage].append(sum(column) / len(column) if column else 0.0)
     if not labels:
         return []
-    places = list(range(len(labels)))
-    chart = Chart(
-        "health-stages",
-        "Time by stage",
-        Axis("seconds per step", zero=True),
-        Axis(""),
-        tuple(Series(stage, place, places, means[stage]) for place, stage in enumerate(STAGES)),
-        "Mean seconds of a step: writing answers, scoring them, making the signal, updating. Runs that shared the machine slow "
-        "each other down, so compare the parts of a bar rather than the bars. Evaluations and checkpoints are not in it.",
-        kind="stack",
-        bars=tuple(labels),
-    )
-    return [chart]
+    series = tuple(Series(stage, place, range(len(labels)), means[stage]) for place, stage in enumerate(STAGES))
+    axes = Axis("seconds per step", zero=True), Axis("")
+    return [Chart("health-stages", "Time by stage", *axes, series, STAGES_CAPTION, kind="stack", bars=tuple(labels))]
