@@ -74,7 +74,7 @@ def open_pair(
         check_vocabulary(name, model, tokenizer)
         models.append(model)
     models[1].requires_grad_(False)
-    return Pair(tokenizer, *models, *(names or (student, teacher)))
+    return Pair(tokenizer, models[0], models[1], *(names or (student, teacher)))
 
 
 def world_material(world: tiny.World, count: int) -> Material:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from iwopd.analysis.probe.alignment import REGIONS, AlignmentBatch, measure_alig
 from iwopd.analysis.probe.inputs import Material, Pair
 from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import measure_drift, measure_likelihood, measure_positions, measure_top_k_overlap
-from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Probe, ProbeError, Rollouts
+from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Part, Probe, ProbeError, Rollouts
 from iwopd.analysis.probe.rules import measure_rules, probe_rules
 from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
 from iwopd.analysis.probe.settings import PARTS, ProbeSettings
@@ -165,8 +165,8 @@ class _Run:
         settings, vocabulary, advance = self.settings, self.pair.vocab_size, self.progress.advance
         bootstrap = Bootstrap(tokens.prompts, seed=settings.seed)
         drift = measure_drift(tokens, bootstrap, settings.drift)
-        given: Any = (tokens, bootstrap, settings.bins)
-        measures = {
+        given = (tokens, bootstrap, settings.bins)
+        measures: dict[str, Callable[[], Part]] = {
             "positions": lambda: measure_positions(*given),
             "overlap": lambda: measure_top_k_overlap(*given, k=min(settings.top_k, vocabulary), vocabulary=vocabulary),
             "likelihood": lambda: measure_likelihood(*given),
@@ -205,8 +205,8 @@ class _Run:
         prompts = {rollout.prompt.id: torch.tensor(rollout.prompt.token_ids) for rollout in rollouts}
         solutions = [(ids, torch.tensor(self.material.solutions[id_])) for id_, ids in prompts.items()]
         values = (tokens.teacher_logprobs, tokens.student_logprobs, tokens.mask)
-        evidence = Evidence(*(value[rows, :width] for value in values), progress=0.0)
-        return AlignmentBatch(rollouts, evidence, solutions)
+        teacher, student, mask = (value[rows, :width] for value in values)
+        return AlignmentBatch(rollouts, Evidence(teacher, student, mask, progress=0.0), solutions)
 
     def _lm(self, model: Any) -> ResponseModel:
         return ResponseModel(model, temperature=self.settings.temperature, vocab_size=self.pair.vocab_size)
