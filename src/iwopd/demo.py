@@ -13,6 +13,8 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM
 
 from iwopd import tiny
-from iwopd.analysis.handoff import handoff
+from iwopd.analysis.handoff import handoff_scores
+from iwopd.analysis.reproduce.tables import show
 from iwopd.commands.engine_options import engine_choice
 from iwopd.config import ConfigError, make_config
 from iwopd.eval.runner import evaluate
@@ -39,9 +42,20 @@ from iwopd.train.many import PlannedRun, run_all
 from iwopd.train.progress import pretraining_progress
 from iwopd.types import Rollout
 
+Folders = dict[tuple[str, int], Path]  # by method and seed
 EVAL_PROMPTS = 1000
 FRACTIONS = tuple(tenth / 10 for tenth in range(10))
 MARK = ".iwopd-demo"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out, in percent."""
+
+    base: Interval
+    teacher: Interval
+    methods: dict[str, dict[int, Interval]]  # by step
+    handoff: dict[float, Interval]  # by the share that the student wrote
 
 
 def tiny_settings(world: str = tiny.DEFAULT_WORLD) -> dict[str, Any]:
@@ -73,19 +87,18 @@ def run_demo(options: argparse.Namespace) -> int:
     run_all(list(runs.values()), at_a_time=options.jobs, console=console)
     base, rollouts = _accuracy(world, world.student, options.first_seed, engine)
     teacher, _ = _accuracy(world, world.teacher, options.first_seed)
-    curve = _handoff(world, rollouts)
-    results = _collect(folders)
-    page = _report(options, folders, base, teacher, curve)
+    found = Outcome(base, teacher, _collect(folders), _handoff(world, rollouts))
+    page = _report(options, folders, found)
 
-    _print_table(console, base, teacher, results, options.seeds)
-    _print_handoff(console, curve, base)
+    _print_table(console, found, options.seeds)
+    _print_handoff(console, found)
     _print_rollout(console, folders)
-    _print_meaning(console, base, teacher, results, curve)
+    _print_meaning(console, found)
     seconds = time.perf_counter() - began
     console.print(f"\n{seconds:.0f} s; run directories in {options.out}", highlight=False)
     console.print(f"report: open {page} in a browser", highlight=False, soft_wrap=True)
     if options.json:
-        print(json.dumps(_as_json(base, teacher, results, curve, seconds, folders)))
+        print(json.dumps(_as_json(found, seconds, folders)))
     return 0
 
 
@@ -114,10 +127,10 @@ def _prepare(options: argparse.Namespace, names: list[str], engine: EngineChoice
         for seed in range(options.first_seed, options.first_seed + options.seeds):
             settings = tiny_settings(options.world or tiny.DEFAULT_WORLD)
             settings |= {"seed": seed, "steps": options.steps, "threads": 1, "method": METHODS[name]}
-            settings["models"] |= {"lineage": options.lineage}
             settings["tracking"] = {"console": "off"}
-            settings["rollout"] |= {"engine": engine.name}
             settings["engine"] = {engine.name: engine.settings.model_dump(exclude_unset=True)}
+            settings["models"] |= {"lineage": options.lineage}
+            settings["rollout"] |= {"engine": engine.name}
             folder = options.out / f"{name}-seed{seed}"
             runs[name, seed] = PlannedRun(f"{TITLES[name]}, seed {seed}", folder, make_config(settings))
     return runs
@@ -125,10 +138,8 @@ def _prepare(options: argparse.Namespace, names: list[str], engine: EngineChoice
 
 @contextmanager
 def _sampler(world: tiny.World, folder: Path, engine: EngineChoice = LOCAL) -> Iterator[Sampler]:
-    model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = world.tokenizer
-    student = Student.of(model, tokenizer)
-    with engine.open(student) as opened:
+    with engine.open(Student.of(AutoModelForCausalLM.from_pretrained(folder), tokenizer)) as opened:
         yield opened.sampler(SamplingSettings(world.max_response_tokens, stop_ids={tokenizer.eos_token_id}))
 
 
@@ -141,32 +152,26 @@ def _accuracy(world: tiny.World, folder: Path, seed: int, engine: EngineChoice =
 
 def _handoff(world: tiny.World, rollouts: list[Rollout]) -> dict[float, Interval]:
     with _sampler(world, world.teacher) as teacher:
-        scores = handoff(rollouts, teacher, world.tokenizer, world.check, fractions=FRACTIONS)
+        scores = handoff_scores(rollouts, teacher, world.tokenizer, one_by_one(world.check), fractions=FRACTIONS)
     return {fraction: _percent(bootstrap_interval(score)) for fraction, score in scores.items()}
 
 
-def _report(
-    options: argparse.Namespace,
-    folders: dict[tuple[str, int], Path],
-    base: Interval,
-    teacher: Interval,
-    curve: dict[float, Interval],
-) -> Path:
+def _report(options: argparse.Namespace, folders: Folders, found: Outcome) -> Path:
     """The hand-off curve as a file beside the runs, and the page."""
     record = {
         "format": 1,
         "world": options.world or tiny.DEFAULT_WORLD,
         "problems": EVAL_PROMPTS,
-        "fractions": {f"{fraction:g}": interval._asdict() for fraction, interval in curve.items()},
-        "student": base._asdict(),
-        "teacher": teacher._asdict(),
+        "fractions": {f"{fraction:g}": interval._asdict() for fraction, interval in found.handoff.items()},
+        "student": found.base._asdict(),
+        "teacher": found.teacher._asdict(),
     }
     handoff_file = options.out / "handoff.json"
     handoff_file.write_text(json.dumps(record, indent=1) + "\n")
     return write_report(list(folders.values()), options.out / "report.html", handoff=handoff_file)
 
 
-def _collect(folders: dict[tuple[str, int], Path]) -> dict[str, dict[int, Interval]]:
+def _collect(folders: Folders) -> dict[str, dict[int, Interval]]:
     """Accuracy of each method at each evaluated step: mean over problems and seeds, interval over problems."""
     gathered: dict[str, dict[int, list[torch.Tensor]]] = {}
     for (name, _), folder in folders.items():
@@ -178,34 +183,30 @@ def _collect(folders: dict[tuple[str, int], Path]) -> dict[str, dict[int, Interv
     }
 
 
-def _print_table(
-    console: Console, base: Interval, teacher: Interval, results: dict[str, dict[int, Interval]], seeds: int
-) -> None:
-    table = Table(
-        title=f"Accuracy in percent, 95 % intervals over {EVAL_PROMPTS} problems, {seeds} seed(s)", title_justify="left"
-    )
-    last = max(step for steps in results.values() for step in steps)
-    columns = sorted({step for step in (10, last) if any(step in steps for steps in results.values())})
+def _print_table(console: Console, found: Outcome, seeds: int) -> None:
+    title = f"Accuracy in percent, 95 % intervals over {EVAL_PROMPTS} problems, {seeds} seed(s)"
+    table = Table(title=title, title_justify="left")
+    evaluated = {step for steps in found.methods.values() for step in steps}
+    columns = sorted({10, max(evaluated)} & evaluated)
     table.add_column("method")
     for step in columns:
         table.add_column(f"step {step}", justify="right")
-    table.add_row("Base (student before)", *([""] * (len(columns) - 1)), _show(base))
-    for name, steps in results.items():
-        table.add_row(TITLES[name], *(_show(steps[step]) if step in steps else "" for step in columns))
-    table.add_row("Teacher", *([""] * (len(columns) - 1)), _show(teacher))
+    table.add_row("Base (student before)", *([""] * (len(columns) - 1)), show(found.base))
+    for name, steps in found.methods.items():
+        table.add_row(TITLES[name], *(show(steps[step]) if step in steps else "" for step in columns))
+    table.add_row("Teacher", *([""] * (len(columns) - 1)), show(found.teacher))
     console.print()
     console.print(table)
 
 
-def _print_handoff(console: Console, curve: dict[float, Interval], base: Interval) -> None:
+def _print_handoff(console: Console, found: Outcome) -> None:
     console.print("\nThe student begins, the teacher finishes: accuracy by the share the student wrote")
-    for fraction, interval in curve.items():
-        bar = "█" * round(interval.mean / 2)
-        console.print(f"  {fraction:>4.0%}  {interval.mean:5.1f} %  {bar}", highlight=False)
-    console.print(f"  100%  {base.mean:5.1f} %  {'█' * round(base.mean / 2)}  (the student alone)", highlight=False)
+    for fraction, (mean, _, _) in {**found.handoff, 1.0: found.base}.items():
+        alone = "  (the student alone)" if fraction == 1 else ""
+        console.print(f"  {fraction:>4.0%}  {mean:5.1f} %  {'█' * round(mean / 2)}{alone}", highlight=False)
 
 
-def _print_rollout(console: Console, folders: dict[tuple[str, int], Path]) -> None:
+def _print_rollout(console: Console, folders: Folders) -> None:
     """A wrong answer of the untrained student, each token coloured by its IW-OPD weight."""
     key = next((key for key in folders if key[0] == "iw-opd"), next(iter(folders)))
     records = [record for record in Run(folders[key]).log("rollouts.jsonl") if record["step"] == 0]
@@ -213,9 +214,7 @@ def _print_rollout(console: Console, folders: dict[tuple[str, int], Path]) -> No
     if record is None:
         return
     console.print(f"\nOne answer before training ({'right' if record['correct'] else 'wrong'}; right is {record['answer']}): ")
-    console.print(
-        "background: token weight, from high (green) to low (grey); red text: the teacher would hardly have written it"
-    )
+    console.print("background: token weight, high (green) to low (grey); red text: the teacher would hardly have written it")
     text = Text(record["prompt"].strip() + "\n")
     low, high = min(record["weights"]), max(record["weights"])
     for token, weight, gap in zip(record["tokens"], record["weights"], record["gap"], strict=True):
@@ -229,54 +228,38 @@ def _print_rollout(console: Console, folders: dict[tuple[str, int], Path]) -> No
     console.print(f"weights: {ends}{where}")
 
 
-def _print_meaning(
-    console: Console,
-    base: Interval,
-    teacher: Interval,
-    results: dict[str, dict[int, Interval]],
-    curve: dict[float, Interval],
-) -> None:
-    last = {name: steps[max(steps)] for name, steps in results.items()}
-    first, final = curve[FRACTIONS[0]], curve[FRACTIONS[-1]]
-    lines = []
-    lines.append(
-        f"The teacher is right {first.mean:.0f} % of the time from the start and {final.mean:.0f} % after nine tenths of the "
-        f"student's answer ({first.mean - final.mean:.0f} points less): late in a drifted answer it has little left to teach."
+def _print_meaning(console: Console, found: Outcome) -> None:
+    last = {name: steps[max(steps)] for name, steps in found.methods.items()}
+    first, final = found.handoff[FRACTIONS[0]].mean, found.handoff[FRACTIONS[-1]].mean
+    console.print("\nWhat this shows, and what it does not", style="bold")
+    say = partial(console.print, highlight=False)
+    say(
+        f"The teacher is right {first:.0f} % of the time from the start and {final:.0f} % after nine tenths of the student's "
+        f"answer ({first - final:.0f} points less): late in a drifted answer it has little left to teach."
     )
     if {"prefix-30", "suffix-30"} <= last.keys():
-        lines.append(
-            f"Training on the first 30 % of tokens ends at {last['prefix-30'].mean:.0f} %, on the last 30 % at "
-            f"{last['suffix-30'].mean:.0f} % (base {base.mean:.0f} %): where the supervision stands matters more than how much."
+        prefix, suffix = last["prefix-30"].mean, last["suffix-30"].mean
+        say(
+            f"Training on the first 30 % of tokens ends at {prefix:.0f} %, on the last 30 % at {suffix:.0f} % (base "
+            f"{found.base.mean:.0f} %): where the supervision stands matters more than how much."
         )
     if {"opd", "iw-opd"} <= last.keys():
         difference = last["iw-opd"].mean - last["opd"].mean
-        half = max(last["iw-opd"].high - last["iw-opd"].low, last["opd"].high - last["opd"].low) / 2
-        verdict = "within" if abs(difference) < half else "beyond"
-        lines.append(
-            f"IW-OPD ends {difference:+.1f} points from OPD, {verdict} the interval of either. One seed cannot tell them "
-            "apart; at this scale the paper's gain is small if it is there at all. Models of 0.1 to 0.3 million parameters "
-            "and answers of some 64 tokens show the bias; they do not show what it costs a large model."
+        half = max(last[name].high - last[name].low for name in ("iw-opd", "opd")) / 2
+        say(
+            f"IW-OPD ends {difference:+.1f} points from OPD, {'within' if abs(difference) < half else 'beyond'} the interval "
+            "of either. One seed cannot tell them apart; at this scale the paper's gain is small if it is there at all. Models "
+            "of 0.1 to 0.3 million parameters and answers of some 64 tokens show the bias; they do not show what it costs a "
+            "large model."
         )
-    console.print("\nWhat this shows, and what it does not", style="bold")
-    for line in lines:
-        console.print(line, highlight=False)
 
 
-def _as_json(
-    base: Interval,
-    teacher: Interval,
-    results: dict[str, dict[int, Interval]],
-    curve: dict[float, Interval],
-    seconds: float,
-    folders: dict[tuple[str, int], Path],
-) -> dict[str, Any]:
+def _as_json(found: Outcome, seconds: float, folders: Folders) -> dict[str, Any]:
     return {
-        "teacher_accuracy": teacher.mean,
-        "base_accuracy": base.mean,
-        "methods": {
-            name: {str(step): interval._asdict() for step, interval in steps.items()} for name, steps in results.items()
-        },
-        "handoff": {f"{fraction:g}": interval.mean for fraction, interval in curve.items()},
+        "teacher_accuracy": found.teacher.mean,
+        "base_accuracy": found.base.mean,
+        "methods": {name: {str(step): one._asdict() for step, one in steps.items()} for name, steps in found.methods.items()},
+        "handoff": {f"{fraction:g}": interval.mean for fraction, interval in found.handoff.items()},
         "seconds": round(seconds, 1),
         "runs": [str(folder) for folder in folders.values()],
     }
@@ -284,7 +267,3 @@ def _as_json(
 
 def _percent(interval: Interval) -> Interval:
     return Interval(*(round(100 * value, 2) for value in interval))
-
-
-def _show(interval: Interval) -> str:
-    return f"{interval.mean:.1f} ({interval.low:.1f} to {interval.high:.1f})"

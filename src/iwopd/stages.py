@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,19 +15,14 @@ LINE_SECONDS = 5.0
 """Between two lines."""
 
 
-class StageListener(Protocol):
-    """Hears which stage begins, how much of it was there already, and how much more is done."""
+class StageListener:
+    """Hears which stage begins, how much of it was there already, and how much more is done. This one says nothing."""
 
     def stage(self, name: str, total: int, done: int = 0) -> None: ...
     def advance(self, count: int, tokens: int = 0) -> None: ...
 
 
-class Silent:
-    def stage(self, name: str, total: int, done: int = 0) -> None: ...
-    def advance(self, count: int, tokens: int = 0) -> None: ...
-
-
-class ConsoleStages:
+class ConsoleStages(StageListener):
     """Shows stages; where tokens are counted, also tokens per second."""
 
     def __init__(self) -> None:
@@ -42,7 +36,7 @@ class ConsoleStages:
             self.bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.live:
             self.bars.stop()
 

@@ -180,7 +180,7 @@ def test_only_common_problems_are_compared_and_said_aloud(tmp_path: Path) -> Non
     assert found.differences[0].problems == 20
     text = "\n".join(found.notes)
     assert "ONLY the 20 that all have are compared, of up to 30" in text
-    assert "samples a problem differ (4, 8)" in text
+    assert "samples per problem differ (4, 8)" in text
     assert "evaluated with different samples (4 and 8), temperature (1.0 and 0.6)" in text
     other = task(draw(5, 4, 0.5), name="other")
     with pytest.raises(ResultsError, match="aime24: the results have no problem in common"):

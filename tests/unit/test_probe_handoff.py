@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from iwopd.analysis.handoff import FRACTIONS, handoff, handoff_scores, prefix_length
-from iwopd.eval.task import Verdict
+from iwopd.analysis.handoff import FRACTIONS, handoff_scores, prefix_length
+from iwopd.eval.task import Verdict, one_by_one
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.tiny import build_tokenizer
@@ -106,8 +106,9 @@ def test_a_continuation_ends_with_the_context() -> None:
     assert max(lengths) <= 6
 
 
-def test_the_demo_s_form(sampler: LocalSampler) -> None:
-    found = handoff(ROLLOUTS, sampler, build_tokenizer(), lambda prompt, text: prompt.id == "p2", fractions=(0.0, 0.5))
+def test_one_continuation_per_prefix(sampler: LocalSampler) -> None:
+    check = one_by_one(lambda prompt, text: prompt.id == "p2")
+    found = handoff_scores(ROLLOUTS, sampler, build_tokenizer(), check, fractions=(0.0, 0.5))
     assert {fraction: scores.tolist() for fraction, scores in found.items()} == {
         0.0: [[0.0], [0.0], [0.0], [1.0]],
         0.5: [[0.0], [0.0], [0.0], [1.0]],

@@ -19,7 +19,7 @@ from iwopd.report.page import read_data
 from iwopd.report.panels import build_panels
 from iwopd.report.paper import draw, write_figures
 from iwopd.report.reading import split_paths
-from iwopd.report.sheets import Sheet, sheets
+from iwopd.report.sheets import Cell, sheets
 from iwopd.report.watch import all_finished, stamps
 
 SECTIONS = ("probe", "handoff", "disagreement", "likelihood", "rules", "alignment")
@@ -244,8 +244,8 @@ def test_dots_in_print() -> None:
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first row is on top
 
 
-def filled(sheet: Sheet) -> str:
-    return "".join("-" if cell.chart is None else letter for letter, cell in zip("abc", sheet.cells, strict=False))
+def filled(cells: list[Cell]) -> str:
+    return "".join("-" if cell.chart is None else letter for letter, cell in zip("abc", cells, strict=False))
 
 
 def method_run(folder: Path, method: str, weights: str, student: str | None = None, **params: Any) -> Path:
@@ -259,7 +259,7 @@ def method_run(folder: Path, method: str, weights: str, student: str | None = No
 
 def test_paper_layout_says_what_a_place_needs(tmp_path: Path) -> None:
     probe = make_probe(tmp_path / "probe.json")
-    assert [filled(sheet) for sheet in sheets(read_data([probe]))] == ["-b", "--", "-bc", "-bc"]
+    assert [filled(cells) for cells in sheets(read_data([probe])).values()] == ["-b", "--", "-bc", "-bc"]
     written, notes = write_figures([probe], tmp_path / "out", file_format="svg", layout="paper")
     assert [path.name for path in written] == ["fig1.svg", "fig3.svg", "fig4.svg"]
     assert any(note.where == "fig2" and "several students" in note.text for note in notes.items)
@@ -276,9 +276,9 @@ def test_paper_layout_from_runs(tmp_path: Path) -> None:
         method_run(runs / name, name, name, "S-4B", ratio=0.3)
     for alpha in (1.0, 0.01):
         method_run(runs / f"ideal-{alpha}", "ideal", "ideal", "S-4B", alpha=alpha)
-    found = {sheet.id: sheet for sheet in sheets(read_data([runs], handoff=handoff(tmp_path)))}
+    found = sheets(read_data([runs], handoff=handoff(tmp_path)))
     assert [filled(sheet) for sheet in found.values()] == ["ab", "ab", "ab-", "a--"]
-    by_size = found["fig2"].cells[1].chart
+    by_size = found["fig2"][1].chart
     assert by_size is not None
     assert by_size.bars == ("S-600M", "S-1.7B", "S-4B")  # by size, not by name
     evals = {
@@ -286,9 +286,9 @@ def test_paper_layout_from_runs(tmp_path: Path) -> None:
         for name in ("opd-S-600M", "iw-S-600M")
     }
     assert by_size.series[0].y[0] == pytest.approx(100 * (evals["iw-S-600M"][-1] - evals["opd-S-600M"][-1]))
-    ideal = found["fig4"].cells[0].chart
+    ideal = found["fig4"][0].chart
     assert ideal is not None
     assert {one.label for one in ideal.series} == {"alpha 1", "alpha 0.01"}
-    assert len(found["fig2"].cells[0].chart.series) == 2  # type: ignore[union-attr]
+    assert len(found["fig2"][0].chart.series) == 2  # type: ignore[union-attr]
     written, _ = write_figures([runs], tmp_path / "out", file_format="svg", layout="paper")
     assert [path.stem for path in written] == ["fig1", "fig2", "fig3", "fig4"]

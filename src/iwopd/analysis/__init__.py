@@ -1,1 +1,1 @@
-"""Position-bias probes."""
+"""Comparison of results, the position-bias probe, and the reproduction of the paper."""

@@ -1,6 +1,6 @@
 """Compare models on the same problems: paired differences, and what they mean in words.
 
-    results --group--> one group a method (its training seeds) --align--> the problems that all have
+    results --group--> one group per method (its training seeds) --align--> the problems that all have
             --> score of each group, difference of each group to its baseline, notes on everything that does not match
 
 The unit is the problem, pairs are formed by (task, seed, problem). One group of each student is the baseline.
@@ -16,28 +16,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from iwopd.analysis.pairing import (
-    Group,
-    Metric,
-    Side,
-    align,
-    baselines,
-    choose_tasks,
-    group_results,
-    note_settings,
-    pair_seeds,
-)
+from iwopd.analysis.pairing import Group, Metric, Side, align, baselines, choose_tasks, group_results, note_settings, pair_seeds
 from iwopd.eval import statistics
-from iwopd.eval.statistics import Crossed, Interval, Term
+from iwopd.eval.statistics import Crossed, Interval, SamplingNoise, Term
 from iwopd.runs.evaluations import ResultsError
 from iwopd.runs.results import ModelResults
 
 AVERAGE = "Avg"
 POWER = 0.8
 POINT = 0.01
-
-
-# --- what comes out --------------------------------------------------------------------------------------------------
+ONE_SEED = (
+    "One training seed a side: intervals and p-values are about these models, not about the methods. Another training seed can "
+    "move a score by more than the interval; give several runs of each method to cover it."
+)
 
 
 @dataclass(frozen=True)
@@ -110,9 +101,6 @@ class Comparison:
     notes: tuple[str, ...]
 
 
-# --- the comparison --------------------------------------------------------------------------------------------------
-
-
 def compare(
     results: Sequence[tuple[str | None, ModelResults]],
     *,
@@ -146,17 +134,14 @@ def compare(
         note_settings(groups[base], groups[place], pairs, notes)
         for task, data in columns:
             if all(place in part and base in part for part in data):
-                sides = [_Pair.of(part[base], part[place], pairs) for part in data]
+                sides = [_paired(part[base], part[place], pairs) for part in data]
                 differences.append(_difference(task, groups[place], groups[base], sides, measure, level))
     corrected = statistics.holm([difference.p_value for difference in differences])
     differences = [replace(difference, holm=p) for difference, p in zip(differences, corrected, strict=True)]
     if not differences:
         raise ResultsError("nothing to compare: no task that a group and its baseline both have")
     if any(difference.seeds == 1 for difference in differences):
-        notes.append(
-            "One training seed a side: intervals and p-values are about these models, not about the methods. Another training "
-            "seed can move a score by more than the interval; give several runs of each method to cover it."
-        )
+        notes.append(ONE_SEED)
     unique = tuple(dict.fromkeys(notes))
     return Comparison(measure, level, tuple(aligned), tuple(groups), bases, scores, tuple(differences), unique)
 
@@ -172,22 +157,24 @@ def _score(strata: list[Tensor], level: float) -> Score:
 class _Pair:
     """A group and its baseline on one task, seed by seed."""
 
-    differences: Tensor
-    """[S, N]."""
+    differences: Tensor  # [S, N]
     samples: list[tuple[Tensor, Tensor]]
+    noises: list[SamplingNoise]
+    """Of the seeds for which it is known."""
 
-    @classmethod
-    def of(cls, base: Side, side: Side, pairs: Sequence[tuple[int, int]]) -> _Pair:
-        values = torch.stack([side.values[two] - base.values[one] for one, two in pairs])
-        return cls(values, [(base.samples[one], side.samples[two]) for one, two in pairs])
+
+def _paired(base: Side, side: Side, pairs: Sequence[tuple[int, int]]) -> _Pair:
+    differences = torch.stack([side.values[two] - base.values[one] for one, two in pairs])
+    samples = [(base.samples[one], side.samples[two]) for one, two in pairs]
+    noises = [noise for pair in samples if (noise := statistics.sampling_noise(*pair)) is not None]
+    return _Pair(differences, samples, noises)
 
 
 def _difference(task: str, group: Group, base: Group, sides: list[_Pair], metric: Metric, level: float) -> Difference:
     strata = [side.differences for side in sides]
     per_problem = [values.mean(0) for values in strata]
     both = statistics.crossed(strata)
-    noises = [statistics.sampling_noise(*pair) for side in sides for pair in side.samples]
-    known = [noise for noise in noises if noise is not None]
+    known = [noise.cancelled for side in sides for noise in side.noises]
     return Difference(
         group=group.name,
         baseline=base.name,
@@ -201,7 +188,7 @@ def _difference(task: str, group: Group, base: Group, sides: list[_Pair], metric
         p_problems=statistics.sign_flip_p(per_problem),
         over_seeds=None if both is None else both.interval(level, (-1.0, 1.0)),
         p_seeds=None if both is None else both.p_value,
-        cancelled=sum(noise.cancelled for noise in known) / len(known) if known and metric.averages_samples else None,
+        cancelled=sum(known) / len(known) if known and metric.averages_samples else None,
         needed=_needed(sides, both, metric, level),
     )
 
@@ -216,10 +203,9 @@ def _needed(sides: list[_Pair], both: Crossed | None, metric: Metric, level: flo
     df = total**2 / sum(part**2 / (len(values) - 1) for part, values in zip(parts, per_problem, strict=True))
     seeds = len(sides[0].samples)
     sampling = 0.0
-    for side in sides:
-        noises = [statistics.sampling_noise(*pair) for pair in side.samples] if metric.averages_samples else []
+    for side in sides if metric.averages_samples else ():
         count = side.differences.shape[1] * (seeds * len(sides)) ** 2
-        sampling += sum(noise.variance for noise in noises if noise is not None) / count
+        sampling += sum(noise.variance for noise in side.noises) / count
     sampling = min(sampling, total)
     single = len(sides) == 1  # an average over tasks is counted in multiples of what there is
     problems = float(len(per_problem[0])) if single else 1.0

@@ -1,8 +1,7 @@
 """The hand-off curve (Fig. 1b): the student begins an answer, the teacher finishes it. How often is it right?
 
-Work that is the same is done once. A prefix is read once for all its continuations; prefixes that two fractions share (short
-answers) are one; and all fractions of a group of rollouts go to the sampler in one call, so that rows that are done make room
-for others.
+Equal work is done once: a prefix is read once for all its continuations, and prefixes that two fractions share (short answers)
+are one. All fractions of a group of rollouts go to the sampler in one call, so that finished rows make room for others.
 """
 
 from __future__ import annotations
@@ -16,26 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iwopd.eval.task import Checker, one_by_one
+from iwopd.eval.task import Checker
 from iwopd.rollout.sampler import Sampler
 from iwopd.types import Prompt, Rollout
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 GROUP = 32
 """Rollouts whose continuations are sampled in one call: enough to fill a batch, few enough to show progress."""
-
-
-def handoff(
-    rollouts: Sequence[Rollout],
-    teacher: Sampler,
-    tokenizer: Any,
-    check: Callable[[Prompt, str], bool],
-    *,
-    fractions: Sequence[float] = FRACTIONS,
-    seed: int = 0,
-) -> dict[float, Tensor]:
-    """Scores [N, 1] of the teacher's continuations of the first part of each rollout, for every fraction."""
-    return handoff_scores(rollouts, teacher, tokenizer, one_by_one(check), fractions=fractions, seed=seed)
 
 
 def handoff_scores(
@@ -52,19 +38,18 @@ def handoff_scores(
 ) -> dict[float, Tensor]:
     """Scores [N, continuations] of the teacher's continuations of the first part of each rollout, for every fraction.
 
-    A prefix of `ceil(fraction * T)` tokens, as everywhere in the method. The continuation may be as long as a whole answer,
-    whatever the prefix used up, so that the teacher is never cut off for the student's verbosity (only where its context
-    ends). A prefix that is the whole answer, end included, is not continued: it counts as it is. `advance` hears how many
-    rollouts are done.
+    A prefix has `ceil(fraction * T)` tokens, as everywhere in the method. The continuation may be as long as a whole answer:
+    only the teacher's context cuts it off, never the student's verbosity. A prefix that is the whole answer, end included, is
+    not continued: it counts as it is. `advance` hears how many rollouts are done.
     """
     scores: dict[float, list[list[float]]] = {fraction: [] for fraction in fractions}
     for start in range(0, len(rollouts), group):
         part = rollouts[start : start + group]
         texts = _continue(part, teacher, tokenizer, fractions, continuations, seed)
-        answers = [(rollout.prompt, text) for rollout, rows in zip(part, texts, strict=True) for text in rows]
-        found = iter(_judge(check, answers))
+        prompts = [rollout.prompt for rollout, rows in zip(part, texts, strict=True) for _ in rows]
+        found = iter(check(prompts, [text for rows in texts for text in rows]))
         for rollout in part:
-            by_length = {length: [next(found) for _ in range(continuations)] for length in _lengths(rollout, fractions)}
+            by_length = {length: [next(found).score for _ in range(continuations)] for length in _lengths(rollout, fractions)}
             for fraction in fractions:
                 scores[fraction].append(by_length[prefix_length(fraction, len(rollout))])
         advance(len(part))
@@ -77,17 +62,11 @@ def prefix_length(fraction: float, tokens: int) -> int:
 
 
 def _lengths(rollout: Rollout, fractions: Sequence[float]) -> list[int]:
-    """The different prefix lengths of a rollout."""
     return list(dict.fromkeys(prefix_length(fraction, len(rollout)) for fraction in fractions))
 
 
 def _continue(
-    rollouts: Sequence[Rollout],
-    teacher: Sampler,
-    tokenizer: Any,
-    fractions: Sequence[float],
-    continuations: int,
-    seed: int,
+    rollouts: Sequence[Rollout], teacher: Sampler, tokenizer: Any, fractions: Sequence[float], continuations: int, seed: int
 ) -> list[list[str]]:
     """Whole answers of each rollout: all continuations of its first prefix length, then of its second, ..."""
     prefixes = [(row, length) for row, rollout in enumerate(rollouts) for length in _lengths(rollout, fractions)]
@@ -99,9 +78,9 @@ def _continue(
     for row, length in prefixes:
         prefix = rollouts[row].response_ids[:length]
         if _complete(rollouts[row], length):
-            texts[row] += [_text(tokenizer, prefix)] * continuations
+            texts[row] += [text_of(tokenizer, prefix)] * continuations
         else:
-            texts[row] += [_text(tokenizer, torch.cat([prefix, next(written).response_ids])) for _ in range(continuations)]
+            texts[row] += [text_of(tokenizer, torch.cat([prefix, next(written).response_ids])) for _ in range(continuations)]
     return texts
 
 
@@ -115,9 +94,5 @@ def _complete(rollout: Rollout, length: int) -> bool:
     return rollout.stop_reason == "eos" and length >= len(rollout)
 
 
-def _text(tokenizer: Any, ids: Tensor) -> str:
+def text_of(tokenizer: Any, ids: Tensor) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _judge(check: Checker, pairs: Sequence[tuple[Prompt, str]]) -> list[float]:
-    return [verdict.score for verdict in check([prompt for prompt, _ in pairs], [text for _, text in pairs])]

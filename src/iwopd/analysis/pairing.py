@@ -38,14 +38,12 @@ class Metric:
         if self.kind == "majority" and task.answers is None:
             raise ResultsError(f"{self} needs answers to vote on, and {name} of {owner} has none: leave it out with --tasks")
         try:
-            if self.kind == "best":
-                return per_problem.best_at(scores, self.k or 1)
-            if self.kind == "pass":
-                return per_problem.pass_at(scores, self.k or 1)
             if self.kind == "majority":
                 return per_problem.majority_at(scores, task.answers or (), self.k)
-            per_problem.best_at(scores, self.k or 1)  # mean@k of more samples than there are is refused like the others
-            return per_problem.mean_at(scores)
+            if self.kind == "pass":
+                return per_problem.pass_at(scores, self.k or 1)
+            best = per_problem.best_at(scores, self.k or 1)  # mean@k of more samples than there are is refused like the others
+            return best if self.kind == "best" else per_problem.mean_at(scores)
         except ValueError as error:
             raise ResultsError(f"{self} on {name} of {owner}: {error}") from None
 
@@ -85,8 +83,8 @@ def group_results(results: Sequence[tuple[str | None, ModelResults]], notes: lis
     groups = []
     for (name, student), found in gathered.items():
         members = [result for _, result in found]
-        for earlier, result in enumerate(members[1:]):
-            twin = next((m for m in members[: earlier + 1] if m.seed is not None and m.seed == result.seed), None)
+        for place, result in enumerate(members[1:], 1):
+            twin = next((m for m in members[:place] if m.seed is not None and m.seed == result.seed), None)
             if twin is not None:
                 raise ResultsError(
                     f"{twin.path} and {result.path} are both {name} with seed {result.seed}; if they are different methods, "
@@ -101,12 +99,11 @@ def group_results(results: Sequence[tuple[str | None, ModelResults]], notes: lis
             if changed:
                 notes.append(f"The runs of {name} differ in more than the seed: {', '.join(changed)}")
         groups.append(Group(name, student, tuple(members)))
-    if len(groups) < 2:
-        raise ResultsError(
-            f"all results belong to one group ({groups[0].name}): nothing to compare; name them apart with A=PATH B=PATH"
-            if groups
-            else "no results were given"
-        )
+    if not groups:
+        raise ResultsError("no results were given")
+    if len(groups) == 1:
+        only = f"all results belong to one group ({groups[0].name})"
+        raise ResultsError(f"{only}: nothing to compare; name them apart with A=PATH B=PATH")
     return groups
 
 
@@ -156,10 +153,8 @@ def pair_seeds(base: Group, group: Group, notes: list[str]) -> list[tuple[int, i
     count = min(len(ours), len(theirs))
     if len(ours) > 1 or len(theirs) > 1 or None not in (*ours, *theirs):
         which = "" if len(ours) == len(theirs) else f", the first {count} of each"
-        notes.append(
-            f"Not matched: {group.name} and {base.name} have no training seed in common, or none is recorded; paired in the "
-            f"order given{which}"
-        )
+        why = f"{group.name} and {base.name} have no training seed in common, or none is recorded"
+        notes.append(f"Not matched: {why}; paired in the order given{which}")
     return [(place, place) for place in range(count)]
 
 
@@ -197,12 +192,11 @@ def align(task: str, groups: Sequence[Group], metric: Metric, notes: list[str]) 
     ids = [problem for problem in every[0].problem_ids if problem in common]
     most = max(len(result.problem_ids) for result in every)
     if len(ids) < most:
-        notes.append(
-            f"{task}: the results have different problems. ONLY the {len(ids)} that all have are compared, of up to {most}"
-        )
+        shared = f"ONLY the {len(ids)} that all have are compared, of up to {most}"
+        notes.append(f"{task}: the results have different problems. {shared}")
     counts = sorted({result.scores.shape[1] for result in every})
     if len(counts) > 1:
-        notes.append(f"{task}: not matched, since samples a problem differ ({', '.join(map(str, counts))})")
+        notes.append(f"{task}: not matched, since samples per problem differ ({_listed(counts)})")
     sides = {}
     for place, having in members.items():
         values, samples = [], []

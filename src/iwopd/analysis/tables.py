@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -47,7 +47,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 def markdown(comparison: Comparison) -> str:
     lines: list[str] = []
     for title_, (heads, rows) in _both_tables(comparison).items():
-        lines += [title_, "", *_markdown_table(heads, rows, left=2), ""]
+        ruler = [":---" if number < 2 else "---:" for number in range(len(heads))]
+        head, *body = [[escape_markdown(cell) for cell in row] for row in (heads, *rows)]
+        lines += [title_, "", *(f"| {' | '.join(row)} |" for row in (head, ruler, *body)), ""]
     lines += [f"- {escape_markdown(sentence(d, comparison))}" for d in comparison.differences]
     if comparison.notes:
         lines += ["", *(f"> Note: {escape_markdown(note)}\n>" for note in comparison.notes)]
@@ -58,19 +60,17 @@ def markdown(comparison: Comparison) -> str:
 def latex(comparison: Comparison) -> str:
     """The paper's table: Student x Method, math | code | Avg. Needs the packages booktabs and multirow."""
     shown = columns(comparison)
-    blocks = [(name, [task for task in shown if area(task) == name]) for name in (*PAPER, "")]
-    blocks = [(name, tasks) for name, tasks in blocks if tasks]
-    has_average = AVERAGE in shown
-    layout = "ll" + "".join("|" + "c" * len(tasks) for _, tasks in blocks) + ("|c" if has_average else "")
-    ends = ["|"] * (len(blocks) - 1) + ["|" if has_average else ""]
-    first = [r"\multirow{2}{*}{\textbf{Student}}", r"\multirow{2}{*}{\textbf{Method}}"]
-    for (name, tasks), end in zip(blocks, ends, strict=True):
+    areas = {name: [task for task in shown if task != AVERAGE and area(task) == name] for name in (*PAPER, "")}
+    blocks = {name: tasks for name, tasks in areas.items() if tasks}
+    average = [AVERAGE] if AVERAGE in shown else []
+    flat = [task for tasks in blocks.values() for task in tasks]
+    layout = "ll" + "".join("|" + "c" * len(tasks) for tasks in blocks.values()) + "|c" * len(average)
+    ends = ["|"] * (len(blocks) - 1) + ["|" if average else ""]
+    first = [rf"\multirow{{2}}{{*}}{{\textbf{{{head}}}}}" for head in ("Student", "Method")]
+    for (name, tasks), end in zip(blocks.items(), ends, strict=True):
         first.append(rf"\multicolumn{{{len(tasks)}}}{{c{end}}}{{\textbf{{{name}}}}}" if name else " & ".join([""] * len(tasks)))
-    tasks = [escape_latex(task_title(task)) for _, members in blocks for task in members]
-    second = ["", "", *tasks]
-    if has_average:
-        first.append(r"\multirow{2}{*}{\textbf{Avg}}")
-        second.append("")
+    first += [rf"\multirow{{2}}{{*}}{{\textbf{{{head}}}}}" for head in average]
+    second = ["", "", *(escape_latex(task_title(task)) for task in flat), *("" for _ in average)]
     lines = [
         "% made by `iwopd compare`; needs \\usepackage{booktabs,multirow}",
         r"\begin{table}[t]",
@@ -81,12 +81,11 @@ def latex(comparison: Comparison) -> str:
         " & ".join(first) + r" \\",
         " & ".join(second).strip() + r" \\",
     ]
-    flat = [task for _, members in blocks for task in members] + ([AVERAGE] if has_average else [])
     for student, places in _students(comparison).items():
         lines.append(r"\midrule")
         for number, place in enumerate(places):
             head = rf"\multirow{{{len(places)}}}{{*}}{{{escape_latex(student or '--')}}}" if number == 0 else ""
-            cells = [_latex_cell(comparison, place, task, places) for task in flat]
+            cells = [_latex_cell(comparison, place, task, places) for task in (*flat, *average)]
             lines.append(" & ".join([head, _latex_name(comparison.groups[place].name), *cells]).strip() + r" \\")
     lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}", *(f"% note: {plain(note)}" for note in comparison.notes)]
     return "\n".join(lines) + "\n"
@@ -101,24 +100,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "level": comparison.level,
         "unit": "points",
         "tasks": list(comparison.tasks),
-        "groups": [
-            {
-                "name": group.name,
-                "student": group.student,
-                "baseline": place in comparison.baselines.values(),
-                "runs": [{"path": str(m.path), "seed": m.seed, "step": m.step} for m in group.members],
-                "scores": {
-                    task: {
-                        **_interval_json(score.interval),
-                        "over_problems": _interval_json(score.over_problems),
-                        "over_seeds_and_problems": _interval_json(score.over_seeds) if score.over_seeds else None,
-                    }
-                    for (owner, task), score in comparison.scores.items()
-                    if owner == place
-                },
-            }
-            for place, group in enumerate(comparison.groups)
-        ],
+        "groups": [_group_json(place, comparison) for place in range(len(comparison.groups))],
         "differences": [_difference_json(difference, comparison) for difference in comparison.differences],
         "notes": list(comparison.notes),
     }
@@ -140,7 +122,7 @@ def task_title(task: str) -> str:
 
 
 def area(task: str) -> str:
-    return next((name for name, tasks in PAPER.items() if _key(task) in tasks), "") if task != AVERAGE else AVERAGE
+    return next((name for name, tasks in PAPER.items() if _key(task) in tasks), "")
 
 
 def columns(comparison: Comparison) -> list[str]:
@@ -148,10 +130,6 @@ def columns(comparison: Comparison) -> list[str]:
     rank = [key for names in PAPER.values() for key in names]
     tasks = sorted(comparison.tasks, key=lambda task: rank.index(_key(task)) if _key(task) in rank else len(rank))
     return [*tasks, *([AVERAGE] if any(task == AVERAGE for _, task in comparison.scores) else [])]
-
-
-def order(comparison: Comparison) -> list[int]:
-    return [place for places in _students(comparison).values() for place in places]
 
 
 def _key(task: str) -> str:
@@ -205,7 +183,7 @@ def _both_tables(comparison: Comparison) -> dict[str, tuple[list[str], list[list
     """Title: headings and rows, of scores and of differences."""
     shown, level = columns(comparison), percent(comparison.level)
     scores = []
-    for place in order(comparison):
+    for place in (place for places in _students(comparison).values() for place in places):
         group = comparison.groups[place]
         cells = [_score(comparison, place, task) for task in shown]
         scores.append([group.student or "–", group.name, str(len(group.members)), *cells])
@@ -225,25 +203,14 @@ def _cells(difference: Difference, comparison: Comparison) -> list[str]:
     return [*head, points(difference.interval.mean), interval, *shown, verdict(difference, comparison)]
 
 
-def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    def line(cells: Sequence[str], escape: Callable[[str], str] = escape_markdown) -> str:
-        return "| " + " | ".join(escape(cell) for cell in cells) + " |"
-
-    ruler = [":---" if number < left else "---:" for number in range(len(heads))]
-    return [line(heads), line(ruler, str), *(line(row) for row in rows)]
-
-
 def _caption(comparison: Comparison) -> str:
     mean = "mean over samples" if str(comparison.metric) == "mean" else str(comparison.metric)
+    bases = ", ".join(dict.fromkeys(comparison.groups[place].name for place in comparison.baselines.values()))
     return escape_latex(
         f"{mean[0].upper()}{mean[1:]}, accuracy (%). Bold: the highest number of each student, which need not be "
-        f"distinguishable from the next. Subscripts: paired difference to the first method; a star marks those that are "
+        f"distinguishable from the next. Subscripts: paired difference to {bases}; a star marks those that are "
         f"distinguishable from noise at the {percent(1 - comparison.level)} level after Holm's correction."
-    ).replace("to the first method", "to " + escape_latex(_baseline_names(comparison)))
-
-
-def _baseline_names(comparison: Comparison) -> str:
-    return ", ".join(dict.fromkeys(comparison.groups[place].name for place in comparison.baselines.values()))
+    )
 
 
 def _latex_name(name: str) -> str:
@@ -272,8 +239,23 @@ def _interval_json(interval: Interval) -> dict[str, float]:
     return interval.times(100)._asdict()
 
 
-def _difference_json(difference: Difference, comparison: Comparison) -> dict[str, Any]:
-    d = difference
+def _group_json(place: int, comparison: Comparison) -> dict[str, Any]:
+    group, scores = comparison.groups[place], {}
+    for (owner, task), score in comparison.scores.items():
+        if owner == place:
+            over_seeds = _interval_json(score.over_seeds) if score.over_seeds else None
+            over = {"over_problems": _interval_json(score.over_problems), "over_seeds_and_problems": over_seeds}
+            scores[task] = {**_interval_json(score.interval), **over}
+    return {
+        "name": group.name,
+        "student": group.student,
+        "baseline": place in comparison.baselines.values(),
+        "runs": [{"path": str(m.path), "seed": m.seed, "step": m.step} for m in group.members],
+        "scores": scores,
+    }
+
+
+def _difference_json(d: Difference, comparison: Comparison) -> dict[str, Any]:
     unit = "multiples, seeds in numbers" if d.task == AVERAGE else "numbers"
     over_seeds = {**_interval_json(d.over_seeds), "p": d.p_seeds} if d.over_seeds else None
     return {
@@ -289,8 +271,6 @@ def _difference_json(difference: Difference, comparison: Comparison) -> dict[str
         "samples": d.samples,
         "seeds": d.seeds,
         "noise_cancelled": d.cancelled,
-        "needed_for_80_percent_power": [
-            {**asdict(need), "difference": 100 * need.difference, "unit": unit} for need in d.needed
-        ],
+        "needed_for_80_percent_power": [asdict(n) | {"difference": 100 * n.difference, "unit": unit} for n in d.needed],
         "sentence": sentence(d, comparison),
     }

@@ -8,7 +8,6 @@ from iwopd.analysis.compare import AVERAGE, POWER, Comparison, Difference, Neede
 
 
 def sentence(difference: Difference, comparison: Comparison) -> str:
-    """A difference, its uncertainty, the verdict, and what it would take to know."""
     d, alpha = difference, 1.0 - comparison.level
     over = f" over {d.seeds} training seeds and {d.problems} problems" if d.over_seeds else ""
     p = f"p {show_p(d.p_value)}" + (f", Holm {show_p(d.holm)}" if len(comparison.differences) > 1 else "")

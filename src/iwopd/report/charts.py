@@ -1,10 +1,10 @@
-"""A chart as data: drawn with plotly.js on the page (`assets/charts.js`), with matplotlib for print (`paper`)."""
+"""Charts and panels as data: drawn with plotly.js on the page (`assets/charts.js`), with matplotlib for print (`paper`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Values = Sequence[float | None]
@@ -47,6 +47,9 @@ class Axis:
     range: tuple[float, float] | None = None
 
 
+ALONG = Axis("part of the answer", percent=True, range=(0, 100))
+
+
 @dataclass(frozen=True)
 class Chart:
     """What to draw, and the words under it."""
@@ -58,7 +61,7 @@ class Chart:
     series: tuple[Series, ...]
     caption: str
     band: str = ""
-    """What the bands are, for the caption; empty: there are none."""
+    """What the bands are, for the caption; empty if there are none."""
     markers: bool = False
     kind: Literal["lines", "stack", "dots"] = "lines"
     """`stack`: a horizontal bar for every label of `bars`, made of the series' values. `dots`: a row for every label of `bars`,
@@ -84,30 +87,47 @@ class Chart:
             "lines": [list(line) for line in self.lines],
             "x": asdict(self.x),
             "y": asdict(self.y),
-            "series": [
-                {
-                    **{name: getattr(one, name) for name in ("label", "style", "dash", "legend")},
-                    **{name: _short(getattr(one, name)) for name in ("x", "y", "low", "high")},
-                    **(self._dots(turn) if self.kind == "dots" else {}),
-                }
-                for turn, one in enumerate(self.series)
-            ],
+            "series": [self._series_json(turn, one) for turn, one in enumerate(self.series)],
         }
 
     def filled(self, series: Series, place: int) -> bool:
         """Whether a dot is filled: shares cannot be below zero, so for them zero is no question."""
         return self.x.percent or stands(series, place)
 
-    def _dots(self, turn: int) -> dict[str, Any]:
-        one = self.series[turn]
+    def _series_json(self, turn: int, one: Series) -> dict[str, Any]:
+        names = {name: getattr(one, name) for name in ("label", "style", "dash", "legend")}
+        numbers = {name: _short(getattr(one, name)) for name in ("x", "y", "low", "high")}
+        if self.kind != "dots":
+            return names | numbers
         filled = [self.filled(one, place) for place in range(len(one.y))]
-        return {"filled": filled, "offset": row_offset(turn, len(self.series))}
+        return {**names, **numbers, "filled": filled, "offset": row_offset(turn, len(self.series))}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One section of the page."""
+
+    id: str
+    """Its anchor: letters and hyphens."""
+    title: str
+    lead: str
+    """The question it answers, in a sentence or two."""
+    charts: tuple[Chart, ...] = ()
+    template: str = "charts.html.j2"
+    context: dict[str, Any] = field(default_factory=dict)
+    """For its template."""
+    data: dict[str, Any] | None = None
+    """JSON for its script, as `<script type="application/json" id="data-ID">`."""
+
+
+def chart_panel(name: str, title: str, lead: str, charts: Sequence[Chart]) -> Panel | None:
+    """A section of charts; None without a chart."""
+    return Panel(name, title, lead, tuple(charts)) if charts else None
 
 
 def stands(series: Series, place: int) -> bool:
     """Whether an interval leaves zero out; without an interval nobody knows."""
-    low = None if series.low is None else series.low[place]
-    high = None if series.high is None else series.high[place]
+    low, high = (None if ends is None else ends[place] for ends in (series.low, series.high))
     return low is not None and high is not None and (low > 0 or high < 0)
 
 

@@ -6,7 +6,7 @@ Probes have labels and styles of their own, as a probe is of a pair of models, n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from iwopd.analysis.probe.result import Probe
 from iwopd.methods import TITLES, method_title
-from iwopd.report.probe_files import NamedProbe
 from iwopd.runs.identity import method_settings
 from iwopd.runs.logs import Notes
 from iwopd.runs.reading import Run
@@ -29,7 +28,7 @@ FIXED_STYLES = {"OPD": 0, "IW-OPD": 1}
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one method, one a seed."""
+    """The runs of one method, one per seed."""
 
     label: str
     style: int
@@ -92,53 +91,42 @@ class ReportData:
         """Probes that share charts; none if there are so many that each has its own section."""
         return self.probes if len(self.probes) <= COMPARED_PROBES else ()
 
-    def group_of(self, run: Run) -> Group:
-        return next(group for group in self.groups if run in group.runs)
-
 
 def gather(
-    runs: Sequence[Run],
-    notes: Notes,
-    handoff: dict[str, Any] | None,
-    max_tokens: int,
-    probes: Sequence[NamedProbe] = (),
+    runs: Sequence[Run], notes: Notes, handoff: dict[str, Any] | None, max_tokens: int, probes: Sequence[tuple[str, Probe]] = ()
 ) -> ReportData:
     groups = _groups(runs)
     _note_differences(runs, notes)
     return ReportData(tuple(runs), groups, _tasks(groups, notes), notes, handoff, max_tokens, probe_views(probes))
 
 
-def probe_views(probes: Sequence[NamedProbe]) -> tuple[ProbeView, ...]:
+def probe_views(probes: Sequence[tuple[str, Probe]]) -> tuple[ProbeView, ...]:
     """Labelled by what tells them apart: the student; else the pair, the task, and at last the folder."""
+    views = [ProbeView(_model(probe.student), n, name, probe, len(probes) == 1) for n, (name, probe) in enumerate(probes)]
     candidates = [
-        [_model(one.probe.student) for one in probes],
-        [f"{_model(one.probe.student)} from {_model(one.probe.teacher)}" for one in probes],
-        [f"{_model(one.probe.student)} from {_model(one.probe.teacher)}, {one.probe.task}" for one in probes],
-        [f"{_model(one.probe.student)} ({one.name})" for one in probes],
+        [view.label for view in views],
+        [view.pair for view in views],
+        [f"{view.pair}, {view.probe.task}" for view in views],
+        [f"{view.label} ({view.name})" for view in views],
     ]
     labels = next((names for names in candidates if len(set(names)) == len(names)), candidates[-1])
-    views = enumerate(zip(labels, probes, strict=True))
-    return tuple(ProbeView(label, style, one.name, one.probe, len(probes) == 1) for style, (label, one) in views)
-
-
-def method_label(run: Run) -> str:
-    """The paper's name of a run's method, or its rule with parameters; the run's name where settings are missing."""
-    method = run.setting("method", dict)
-    return run.name if method is None else method_title(method)
+    return tuple(replace(view, label=label) for view, label in zip(views, labels, strict=True))
 
 
 def folder_handoff(paths: Sequence[Path]) -> Path | None:
     """`handoff.json` beside the runs, or in the folder that was given."""
-    for path in paths:
-        for folder in (path, path.parent):
-            if (folder / "handoff.json").is_file():
-                return folder / "handoff.json"
-    return None
+    files = (folder / "handoff.json" for path in paths for folder in (path, path.parent))
+    return next((file for file in files if file.is_file()), None)
+
+
+def last_part(name: str) -> str:
+    """Of a path or a hub id."""
+    return name.rstrip("/").rpartition("/")[2] or name
 
 
 def _model(name: str) -> str:
     """A hub id as it is, of a path its last part."""
-    return (name.rstrip("/").rpartition("/")[2] or name) if name.startswith(("/", ".", "~")) else name
+    return last_part(name) if name.startswith(("/", ".", "~")) else name
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -147,15 +135,15 @@ def _model(name: str) -> str:
 def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
     members: dict[tuple[str, Any], list[Run]] = {}
     for run in runs:
+        method = run.setting("method", dict)
+        label = run.name if method is None else method_title(method)
         alone = run.name if not run.config else None  # without settings nobody knows what it belongs to
-        members.setdefault((method_label(run), alone or _identity(run)), []).append(run)
+        members.setdefault((label, alone or _identity(run)), []).append(run)
     split: list[tuple[str, list[Run]]] = []
     for (label, _), those in members.items():
-        seen: dict[Any, int] = {}
         rounds: dict[int, list[Run]] = {}
-        for run in those:  # the same seed twice is not a second seed
-            turn = seen.get(run.seed, 0)
-            seen[run.seed] = turn + 1
+        for place, run in enumerate(those):  # the same seed twice is not a second seed
+            turn = sum(earlier.seed == run.seed for earlier in those[:place])
             rounds.setdefault(turn, []).append(run)
         split += [(label, group) for group in rounds.values()]
     labels = _distinct(split)
@@ -163,10 +151,8 @@ def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
     ranked = sorted(range(len(split)), key=lambda i: (order.get(split[i][0], len(order)), i))
     taken = {FIXED_STYLES[labels[i]] for i in ranked if labels[i] in FIXED_STYLES}
     free = iter(style for style in range(len(split) + len(FIXED_STYLES)) if style not in taken)
-    return tuple(
-        Group(labels[i], FIXED_STYLES[labels[i]] if labels[i] in FIXED_STYLES else next(free), tuple(split[i][1]))
-        for i in ranked
-    )
+    styles = [FIXED_STYLES[labels[i]] if labels[i] in FIXED_STYLES else next(free) for i in ranked]
+    return tuple(Group(labels[i], style, tuple(split[i][1])) for i, style in zip(ranked, styles, strict=True))
 
 
 def _identity(run: Run) -> tuple[Any, ...]:
@@ -182,15 +168,14 @@ def _distinct(split: Sequence[tuple[str, list[Run]]]) -> list[str]:
         if len(same) > 1:
             identities = [dict(_identity(other[0])) for _, other in same]
             mine = dict(_identity(runs[0]))
-            differing = [name for name in mine if any(other.get(name) != mine[name] for other in identities)]
-            detail = ", ".join(f"{name} {mine[name]}" for name in differing[:2])
-            texts = [", ".join(f"{name} {other.get(name)}" for name in differing[:2]) for other in identities]
-            label = f"{label} ({detail if differing and texts.count(detail) == 1 else runs[0].name})"
+            differing = [name for name in mine if any(other.get(name) != mine[name] for other in identities)][:2]
+            texts = [", ".join(f"{name} {other.get(name)}" for name in differing) for other in (mine, *identities)]
+            label = f"{label} ({texts[0] if differing and texts[1:].count(texts[0]) == 1 else runs[0].name})"
         labels.append(label)
     return labels
 
 
-# --- tasks --------------------------------------------------------------------------------------------------------------
+# --- tasks ------------------------------------------------------------------------------------------------------------
 
 
 def _tasks(groups: Sequence[Group], notes: Notes) -> dict[str, tuple[TaskCurve, ...]]:
@@ -202,10 +187,8 @@ def _tasks(groups: Sequence[Group], notes: Notes) -> dict[str, tuple[TaskCurve, 
             tasks[name] = tuple(curves)
         absent = [run.name for group in groups for run in group.runs if all(one.task != name for one in run.evals)]
         if absent and len(names) > 1:
-            notes.add(
-                ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else ""),
-                f"not evaluated on the task {name!r}: not compared with the runs that were",
-            )
+            who = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+            notes.add(who, f"not evaluated on the task {name!r}: not compared with the runs that were")
         if len({curve.problem_ids for curve in curves}) > 1:
             notes.add(name, "the runs were evaluated on different problems: differences between them are not paired")
     return tasks
@@ -235,12 +218,9 @@ def _curve(group: Group, task: str, notes: Notes) -> TaskCurve | None:
 
 def _note_differences(runs: Sequence[Run], notes: Notes) -> None:
     """Say so where runs on one page are not of one experiment."""
-    for what, values in {
-        "embedded worlds": {run.name: run.setting("models.world", str) for run in runs},
-        "students": {run.name: run.setting("models.student", str) for run in runs},
-        "teachers": {run.name: run.setting("models.teacher", str) for run in runs},
-        "training prompts": {run.name: run.about.get("data") for run in runs},
-    }.items():
+    settings = {"embedded worlds": "models.world", "students": "models.student", "teachers": "models.teacher"}
+    for what in (*settings, "training prompts"):
+        values = {run.name: run.setting(settings[what], str) if what in settings else run.about.get("data") for run in runs}
         known = {name: str(value) for name, value in values.items() if value is not None}
         if len(set(known.values())) > 1:
             listed = "; ".join(f"{name}: {value}" for name, value in known.items())

@@ -12,7 +12,7 @@ import base64
 import gzip
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -51,21 +51,8 @@ class Packed:
     blob: str
 
     def as_json(self) -> list[Any]:
-        """In the order that `tokens.js` reads."""
-        return [
-            self.step,
-            self.task,
-            self.prompt_id,
-            self.correct,
-            self.stop_reason,
-            self.length,
-            self.drift,
-            self.drifts,
-            self.abs_gap,
-            self.kl,
-            list(self.columns),
-            self.blob,
-        ]
+        """The fields in the order of their declaration, which `tokens.js` knows."""
+        return list(astuple(self))
 
 
 class TokenTable:
@@ -89,19 +76,14 @@ def pack_rollout(record: Mapping[str, Any], table: TokenTable) -> Packed | None:
     if not isinstance(ids, list) or len(ids) != len(tokens):
         ids = [None] * len(tokens)
     ids = [one if isinstance(one, int) and not isinstance(one, bool) else None for one in ids]
-    numbers: dict[str, Floats] = {}
-    for name, key in COLUMNS.items():
-        values = record.get(key)
-        if isinstance(values, list) and len(values) == len(tokens) and (column := _numbers(values)).ndim == 1:
-            numbers[name] = column
-    columns = {name: _quantised(column) for name, column in numbers.items()}
+    given = {name: values for name, key in COLUMNS.items() if isinstance(values := record.get(key), list)}
+    columns = {name: _numbers(values) for name, values in given.items() if len(values) == len(tokens)}
+    numbers = {name: column for name, column in columns.items() if column.ndim == 1}
     gaps = numbers.get("gap", np.zeros(0))
     drifting = np.flatnonzero(gaps < DRIFT)
     header = {key: _text(record.get(key)) for key in ("prompt", "answer")}
-    stored = {
-        "token": np.array([table.place(*pair) for pair in zip(ids, tokens, strict=True)], dtype=np.int64),
-        **_differences(columns),
-    }
+    places = np.array([table.place(*pair) for pair in zip(ids, tokens, strict=True)], dtype=np.int64)
+    stored = {"token": places, **_differences({name: _quantised(column) for name, column in numbers.items()})}
     correct = record.get("correct")
     return Packed(
         step=record["step"],

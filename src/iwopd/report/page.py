@@ -11,7 +11,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -22,9 +21,8 @@ from markupsafe import Markup
 
 import iwopd
 from iwopd.filesystem import write_atomic
-from iwopd.report.charts import DARK, DASHES, LIGHT, MARKERS
+from iwopd.report.charts import DARK, DASHES, LIGHT, MARKERS, Panel
 from iwopd.report.gathering import ReportData, folder_handoff, gather
-from iwopd.report.panel import Panel
 from iwopd.report.panels import build_panels
 from iwopd.report.probes import estimate
 from iwopd.report.reading import ReportError, read_all, read_handoff, split_paths
@@ -35,18 +33,6 @@ MAX_TOKENS = 1_200_000
 """Response tokens in the token view: some 15 MB, so that a page stays below 20."""
 SCRIPTS = ("vendor/plotly-basic.min.js", "page.js", "charts.js", "tokens.js")
 GENERATOR = "iwopd report"
-
-
-@dataclass(frozen=True)
-class Inline:
-    """A script or style sheet that goes into the page, with its hash for the policy."""
-
-    text: str
-
-    @property
-    def source(self) -> str:
-        digest = base64.b64encode(hashlib.sha256(self.text.encode("utf-8")).digest()).decode("ascii")
-        return f"'sha256-{digest}'"
 
 
 def write_report(
@@ -61,8 +47,7 @@ def write_report(
     """Write the page on these run directories and probes to `out` and return its path.
 
     A probe among `runs` is recognised by what is in it. `handoff` is the demo's hand-off curve; by default `handoff.json`
-    beside the runs, if it is there. `refresh` makes the page load itself anew every so many seconds. Raises `ReportError` if
-    nothing can be read or `out` cannot be written.
+    beside the runs, if it is there. `refresh`: seconds after which the page loads itself again.
     """
     check_out(out)
     data = read_data(runs, probes=probes, handoff=handoff, max_tokens=max_tokens)
@@ -87,42 +72,37 @@ def read_data(
 def check_out(out: Path) -> None:
     """Refuse to write over something that is not a report."""
     if out.is_dir():
-        raise ReportError(
-            f"{printable(str(out))} is a directory; give a file with -o, e.g. {printable(str(out / 'report.html'))}"
-        )
+        raise ReportError(printable(f"{out} is a directory; give a file with -o, e.g. {out / 'report.html'}"))
     if out.exists():
         with out.open("rb") as file:
             if out.stat().st_size and GENERATOR.encode() not in file.read(4096):
-                raise ReportError(f"{printable(str(out))} is there and is not a report; choose another file with -o")
+                raise ReportError(printable(f"{out} is there and is not a report; choose another file with -o"))
 
 
 def render(data: ReportData, panels: Sequence[Panel], *, refresh: float | None = None, made: datetime | None = None) -> str:
     """The page as text that UTF-8 can hold."""
-    scripts = [Inline(_asset(name)) for name in SCRIPTS]
-    styles = [Inline(_asset("report.css") + _palette()), Inline("")]
+    scripts = [_asset(name) for name in SCRIPTS]
+    styles = [_asset("report.css") + _palette(), ""]
     charts = {chart.id: chart.as_json() for panel in panels for chart in panel.charts}
     blocks = {"charts": charts, **{panel.id: panel.data for panel in panels if panel.data is not None}}
     page = {"refresh": refresh, "light": LIGHT, "dark": DARK, "dashes": DASHES, "markers": MARKERS}
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(
-            title=_title(data),
-            generator=f"{GENERATOR} {iwopd.__version__}",
-            version=iwopd.__version__,
-            made=(made or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
-            policy=_policy(scripts, styles),
-            style=Markup(styles[0].text),
-            scripts=[Markup(script.text) for script in scripts],
-            blocks={name: Markup(as_script_json(block)) for name, block in {"page": page, **blocks}.items()},
-            panels=panels,
-            groups=data.groups,
-            probes=data.probes,
-            legend_probes=data.compared if len(data.compared) > 1 else (),
-            runs=data.runs,
-            notes=data.notes.items,
-            refresh=refresh,
-        )
+    template = _environment().get_template("page.html.j2")
+    return template.render(
+        title=_title(data),
+        generator=f"{GENERATOR} {iwopd.__version__}",
+        version=iwopd.__version__,
+        made=(made or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
+        policy=_policy(scripts, styles),
+        style=Markup(styles[0]),
+        scripts=[Markup(script) for script in scripts],
+        blocks={name: Markup(as_script_json(block)) for name, block in {"page": page, **blocks}.items()},
+        panels=panels,
+        groups=data.groups,
+        probes=data.probes,
+        legend_probes=data.compared if len(data.compared) > 1 else (),
+        runs=data.runs,
+        notes=data.notes.items,
+        refresh=refresh,
     )
 
 
@@ -141,25 +121,20 @@ def _title(data: ReportData) -> str:
     return " · ".join(labels) if len(labels) <= 5 else f"{len(labels)} methods, {len(data.runs)} runs"
 
 
-def _policy(scripts: Sequence[Inline], styles: Sequence[Inline]) -> str:
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {' '.join(script.source for script in scripts)}",
-            f"style-src {' '.join(style.source for style in styles)}",
-            "img-src data: blob:",
-            "connect-src 'none'",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
-    )
+def policy_hash(text: str) -> str:
+    """A script or style sheet in the file, as the content-security policy names it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
+
+
+def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
+    inline = f"script-src {' '.join(map(policy_hash, scripts))}; style-src {' '.join(map(policy_hash, styles))}"
+    nothing_else = "img-src data: blob:; connect-src 'none'; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; {inline}; {nothing_else}"
 
 
 def _palette() -> str:
-    """A class a style, for chips and lines outside of charts."""
-    colours = "".join(
-        f"--s{place}:light-dark({light},{dark});" for place, (light, dark) in enumerate(zip(LIGHT, DARK, strict=True))
-    )
+    """A CSS class per style, for chips and lines outside of charts."""
+    colours = "".join(f"--s{n}:light-dark({light},{dark});" for n, (light, dark) in enumerate(zip(LIGHT, DARK, strict=True)))
     classes = ".sn{color:var(--text)}" + "".join(f".s{place}{{color:var(--s{place})}}" for place in range(len(LIGHT)))
     return f":root{{{colours}}}{classes}\n"
 

@@ -7,6 +7,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +16,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from iwopd.report.charts import DASHES, LIGHT, MARKERS, Axis, Chart, Series, row_offset
+from iwopd.report.charts import DASHES, LIGHT, MARKERS, Axis, Chart, Panel, Series, Values, row_offset
 from iwopd.report.gathering import ReportData
 from iwopd.report.page import read_data
-from iwopd.report.panel import Panel
 from iwopd.report.panels import build_panels
 from iwopd.report.reading import ReportError
-from iwopd.report.sheets import Cell, Sheet, sheets
+from iwopd.report.sheets import Cell, sheets
 from iwopd.report.text import printable
 from iwopd.runs.logs import Notes
 
@@ -38,19 +38,12 @@ STYLE: Any = {
     "svg.hashsalt": "iwopd",  # the same numbers give the same file
     "font.family": "DejaVu Sans",  # comes with matplotlib, so figures are the same on every machine
     "text.parse_math": False,  # a run may be called $x$
-    "font.size": 7.5,
     "axes.titlesize": 8,
-    "axes.labelsize": 7.5,
-    "legend.fontsize": 7,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "xtick.major.size": 2.5,
-    "ytick.major.size": 2.5,
+    **dict.fromkeys(("font.size", "axes.labelsize"), 7.5),
+    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 7),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width"), 0.6),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 2.5),
     "axes.grid": True,
     "axes.grid.axis": "y",
     "grid.color": "#e6e6e6",
@@ -58,7 +51,6 @@ STYLE: Any = {
     "axes.axisbelow": True,
     "lines.linewidth": 1.3,
     "lines.markersize": 3.2,
-    "legend.frameon": False,
     "legend.handlelength": 2.6,
     "hatch.linewidth": 0.5,
     "savefig.dpi": 300,
@@ -74,6 +66,9 @@ LINES: dict[str, Any] = {
 SIGNS = dict(zip(MARKERS, ("o", "s", "D", "^", "P", "X", "v", "*"), strict=True))
 HATCHES = ("", "////", "xxxx", "....")
 STAGE_TONES = tuple(LIGHT[place] for place in (0, 4, 5, 2))
+LEVEL: Any = {"color": "#555555", "linewidth": 0.8, "linestyle": LINES["dot"]}
+LEVEL_TEXT: Any = {"fontsize": 7, "color": "#555555"}
+"""Reference lines and their labels."""
 
 
 def write_figures(
@@ -85,7 +80,7 @@ def write_figures(
     layout: Layout = "charts",
     handoff_file: Path | None = None,
 ) -> tuple[list[Path], Notes]:
-    """A file a chart in one column's width, and a sheet a panel in the page's width; also what was missing.
+    """One file per chart in one column's width, one sheet per panel in the page's width; also what was missing.
 
     With the layout `paper`, figures 1 to 4 of the paper instead, in the page's width.
     """
@@ -94,7 +89,7 @@ def write_figures(
     if layout not in LAYOUTS:
         raise ReportError(f"unknown layout {layout!r}; choose from {', '.join(LAYOUTS)}")
     data = read_data(runs, probes=probes, handoff=handoff_file)
-    figures = _paper_figures(data) if layout == "paper" else _chart_figures(data)
+    figures = _paper_figures(data) if layout == "paper" else _chart_figures(build_panels(data, charts_only=True))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _style():
@@ -113,17 +108,12 @@ def write_chart(chart: Chart, path: Path) -> Path:
         return _save(_figure(chart), path)
 
 
-def _chart_figures(data: ReportData) -> Iterator[tuple[str, Figure]]:
-    for panel in build_panels(data, charts_only=True):
-        yield from _figures(panel)
-
-
 def _paper_figures(data: ReportData) -> Iterator[tuple[str, Figure]]:
-    for sheet in sheets(data):
-        if sheet.empty:
-            data.notes.add(sheet.id, f"nothing to draw; it needs {'; or '.join(cell.needs for cell in sheet.cells)}")
+    for name, cells in sheets(data).items():
+        if all(cell.chart is None for cell in cells):
+            data.notes.add(name, f"nothing to draw; it needs {'; or '.join(cell.needs for cell in cells)}")
         else:
-            yield sheet.id, _sheet(sheet)
+            yield name, _sheet(cells)
 
 
 def draw(axes: Axes, chart: Chart, *, title: bool = True) -> None:
@@ -136,16 +126,9 @@ def draw(axes: Axes, chart: Chart, *, title: bool = True) -> None:
         for series in chart.series:
             _line(axes, series, chart)
         for label, height in chart.lines:
-            axes.axhline(height, color="#555555", linewidth=0.8, linestyle=LINES["dot"])
-            axes.annotate(
-                _plain(label),
-                (0.01, height),
-                xycoords=("axes fraction", "data"),
-                ha="left",
-                va="top",
-                fontsize=7,
-                color="#555555",
-            )
+            axes.axhline(height, **LEVEL)
+            corner: Any = ("axes fraction", "data")
+            axes.annotate(_plain(label), (0.01, height), xycoords=corner, ha="left", va="top", **LEVEL_TEXT)
         _limits(axes, chart)
     axes.set_xlabel(_named(chart.x))
     axes.set_ylabel(_named(chart.y))
@@ -153,22 +136,27 @@ def draw(axes: Axes, chart: Chart, *, title: bool = True) -> None:
         axes.set_title(_plain(chart.title), loc="left")
 
 
-def _figures(panel: Panel) -> Iterator[tuple[str, Figure]]:
-    for chart in panel.charts:
-        yield chart.id, _figure(chart)
-    charts = [chart for chart in panel.charts if chart.kind == "lines"]  # bars have another legend: they stay by themselves
-    if len(charts) > 1 and not any(chart.keys for chart in charts):  # nor do charts with legends of their own share a sheet
-        columns = 2 if panel.id == "position" else min(3, len(charts))
-        rows = math.ceil(len(charts) / columns)
-        figure = Figure(figsize=(PAGE, 1.75 * rows + 0.4), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False)
-        for place, axes in enumerate(grid.flat):
-            if place < len(charts):
-                draw(axes, charts[place])
-            else:
-                axes.set_axis_off()
-        _legend(figure, grid.flat[0], 4)
-        yield f"panel-{panel.id}", figure
+def _chart_figures(panels: Sequence[Panel]) -> Iterator[tuple[str, Figure]]:
+    for panel in panels:
+        yield from ((chart.id, _figure(chart)) for chart in panel.charts)
+        charts = [chart for chart in panel.charts if chart.kind == "lines"]  # bars have another legend: they stay by themselves
+        if len(charts) > 1 and not any(
+            chart.keys for chart in charts
+        ):  # charts with legends of their own share no sheet either
+            yield f"panel-{panel.id}", _grid(charts, 2 if panel.id == "position" else min(3, len(charts)))
+
+
+def _grid(charts: Sequence[Chart], columns: int) -> Figure:
+    rows = math.ceil(len(charts) / columns)
+    figure = Figure(figsize=(PAGE, 1.75 * rows + 0.4), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, chart in zip_longest(grid, charts):
+        if chart is None:
+            axes.set_axis_off()
+        else:
+            draw(axes, chart)
+    _legend(figure, grid[0], 4)
+    return figure
 
 
 def _figure(chart: Chart) -> Figure:
@@ -179,11 +167,11 @@ def _figure(chart: Chart) -> Figure:
     return figure
 
 
-def _sheet(sheet: Sheet) -> Figure:
+def _sheet(cells: Sequence[Cell]) -> Figure:
     """The paper's arrangement: side by side, lettered, each with its own legend below."""
     figure = Figure(figsize=(PAGE, 2.7), layout=ConstrainedLayoutEngine(w_pad=0.06, wspace=0.04))
-    grid = figure.subplots(1, len(sheet.cells), squeeze=False)[0]
-    for letter, axes, cell in zip("abc", grid, sheet.cells, strict=False):
+    grid = figure.subplots(1, len(cells), squeeze=False)[0]
+    for letter, axes, cell in zip("abc", grid, cells, strict=False):
         _cell(axes, cell)
         axes.set_title(f"({letter}) {_plain(cell.title)}", loc="left", fontweight="bold", fontsize=7.5)
     return figure
@@ -210,13 +198,12 @@ def _cell(axes: Axes, cell: Cell) -> None:
 def _dots(axes: Axes, chart: Chart) -> None:
     """A dot with an interval for every row and series; hollow where the interval holds zero."""
     for label, place in chart.lines:
-        axes.axvline(place, color="#555555", linewidth=0.8, linestyle=LINES["dot"])
+        axes.axvline(place, **LEVEL)
         corner: Any = ("data", "axes fraction")
-        axes.annotate(_plain(label), (place, 1.0), xycoords=corner, ha="center", va="bottom", fontsize=7, color="#555555")
+        axes.annotate(_plain(label), (place, 1.0), xycoords=corner, ha="center", va="bottom", **LEVEL_TEXT)
     axes.axvline(0.0, color="#999999", linewidth=0.6)
     for turn, series in enumerate(chart.series):
-        colour = "#222222" if series.style < 0 else LIGHT[series.style % len(LIGHT)]
-        sign = SIGNS[MARKERS[max(0, series.style) % len(MARKERS)]]
+        colour, sign = _look(series)
         for row, value in enumerate(series.y):
             if value is None:
                 continue
@@ -241,22 +228,31 @@ def _rows_height(chart: Chart) -> float:
 
 
 def _line(axes: Axes, series: Series, chart: Chart) -> None:
-    turn = max(0, series.style)
-    colour = "#222222" if series.style < 0 else LIGHT[turn % len(LIGHT)]
+    colour, sign = _look(series)
+    dash = max(0, series.style) if series.dash is None else series.dash
     few = chart.markers and len(series.x) <= 60 and series.dash is None
     axes.plot(
         series.x,
-        [math.nan if value is None else value for value in series.y],
+        _numbers(series.y),
         color=colour,
-        linestyle=LINES[DASHES[(turn if series.dash is None else series.dash) % len(DASHES)]],
+        linestyle=LINES[DASHES[dash % len(DASHES)]],
         linewidth=1.3 if series.legend else 0.9,
-        marker=SIGNS[MARKERS[turn % len(MARKERS)]] if few or len(series.x) == 1 else None,
+        marker=sign if few or len(series.x) == 1 else None,
         label=_plain(series.label) if series.legend else "_nolegend_",
     )
     if series.low is not None and series.high is not None:
-        low = [math.nan if value is None else value for value in series.low]
-        high = [math.nan if value is None else value for value in series.high]
+        low, high = _numbers(series.low), _numbers(series.high)
         axes.fill_between(list(series.x), low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _look(series: Series) -> tuple[str, str]:
+    """Colour and marker."""
+    turn = max(0, series.style)
+    return "#222222" if series.style < 0 else LIGHT[turn % len(LIGHT)], SIGNS[MARKERS[turn % len(MARKERS)]]
+
+
+def _numbers(values: Values) -> list[float]:
+    return [math.nan if value is None else value for value in values]
 
 
 def _bars(axes: Axes, chart: Chart) -> None:
@@ -264,17 +260,12 @@ def _bars(axes: Axes, chart: Chart) -> None:
     left = [0.0] * len(places)
     for turn, series in enumerate(chart.series):
         values = [value or 0.0 for value in series.y]
-        axes.barh(
-            places,
-            values,
-            left=left,
-            height=0.55,
-            color=STAGE_TONES[turn % len(STAGE_TONES)],
-            hatch=HATCHES[turn % len(HATCHES)],
-            edgecolor="white",
-            linewidth=0.4,
-            label=_plain(series.label),
-        )
+        looks: Any = {
+            "color": STAGE_TONES[turn % len(STAGE_TONES)],
+            "hatch": HATCHES[turn % len(HATCHES)],
+            "edgecolor": "white",
+        }
+        axes.barh(places, values, left=left, height=0.55, linewidth=0.4, label=_plain(series.label), **looks)
         left = [before + value for before, value in zip(left, values, strict=True)]
     axes.set_yticks(places, [_plain(bar) for bar in chart.bars])
     axes.invert_yaxis()

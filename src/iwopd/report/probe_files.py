@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,24 +13,15 @@ LARGEST = 1e12
 """No honest probe holds a larger number, and charts of larger ones break."""
 
 
-@dataclass(frozen=True)
-class NamedProbe:
-    """A probe that could be read, without the parts that do not fit together."""
-
-    path: Path
-    name: str
-    probe: Probe
-
-
-def read_probes(paths: Sequence[Path], notes: Notes) -> list[NamedProbe]:
-    """All probes that can be read; the others are named in notes."""
+def read_probes(paths: Sequence[Path], notes: Notes) -> list[tuple[str, Probe]]:
+    """Name and content of all probes that can be read, without parts that do not fit together; the rest is in the notes."""
     files = list(dict.fromkeys(path / PROBE_FILE if path.is_dir() else path for path in paths))
-    names = [_probe_name(path) for path in files]
+    names = [path.resolve().parent.name if path.name == PROBE_FILE else path.stem for path in files]
     found = []
     for path, name in zip(files, names, strict=True):
         where = name if names.count(name) == 1 else str(path)
         try:
-            found.append(NamedProbe(path, where, _whole_parts(read_probe(path), where, notes)))
+            found.append((where, _whole_parts(read_probe(path), where, notes)))
         except ProbeError as error:
             notes.add(where, f"this probe is left out: {error}")
     return found
@@ -39,13 +29,11 @@ def read_probes(paths: Sequence[Path], notes: Notes) -> list[NamedProbe]:
 
 def _whole_parts(probe: Probe, where: str, notes: Notes) -> Probe:
     """Without parts whose curves and edges differ in length, or whose numbers nobody could draw."""
-    faults = {}
-    for name in MEASURED:
-        part = getattr(probe, name)
-        if part is not None and (fault := _fault(part)) is not None:
-            faults[name] = fault
-            notes.add(where, f"the probe's part {name!r} is left out: {fault}")
-    return probe.model_copy(update=dict.fromkeys(faults)) if faults else probe
+    parts = {name: part for name in MEASURED if (part := getattr(probe, name)) is not None}
+    faults = {name: fault for name, part in parts.items() if (fault := _fault(part)) is not None}
+    for name, fault in faults.items():
+        notes.add(where, f"the probe's part {name!r} is left out: {fault}")
+    return probe.model_copy(update=dict.fromkeys(faults))
 
 
 def _fault(part: Part, length: int | None = None) -> str | None:
@@ -64,8 +52,3 @@ def _fault(part: Part, length: int | None = None) -> str | None:
             if isinstance(one, float) and not abs(one) < LARGEST:
                 return f"{name} holds a number that cannot be drawn"
     return None
-
-
-def _probe_name(path: Path) -> str:
-    """The folder of a `probe.json`, the name of any other file."""
-    return path.resolve().parent.name if path.name == PROBE_FILE else path.stem

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
 from iwopd.analysis.probe.result import Curve, Estimate
-from iwopd.report.charts import NEUTRAL, Axis, Chart, Series
+from iwopd.report.charts import ALONG, NEUTRAL, Axis, Chart, Series
 from iwopd.report.gathering import ProbeView
 
 PROMPT_BAND = "95 % bootstrap intervals over prompts"
 FILLED = "A filled dot: the interval leaves zero out."
-ALONG = Axis("part of the answer", percent=True, range=(0, 100))
 
 
 def estimate(value: Estimate | None, scale: float = 1.0, digits: int = 0, unit: str = "") -> str:
@@ -30,35 +29,14 @@ def middles(edges: Sequence[float], scale: float = 100.0) -> list[float]:
     return [scale * (left + right) / 2 for left, right in pairwise(edges)]
 
 
-def times(scale: float, values: Sequence[float | None]) -> list[float | None]:
-    return [None if value is None else scale * value for value in values]
-
-
 def curve_series(
-    label: str,
-    style: int,
-    x: Sequence[float],
-    curve: Curve,
-    scale: float = 1.0,
-    *,
-    dash: int | None = None,
-    legend: bool = True,
+    label: str, style: int, x: Sequence[float], curve: Curve, scale: float = 1.0, *, dash: int | None = None
 ) -> Series:
     """A curve with its band; a negative scale turns it upside down."""
-    low, high = times(scale, curve.low), times(scale, curve.high)
+    mean, low, high = (_scaled(values, scale) for values in (curve.mean, curve.low, curve.high))
     if scale < 0:
         low, high = high, low
-    return Series(label, style, list(x), times(scale, curve.mean), low, high, dash, legend)
-
-
-def dot_series(label: str, style: int, values: Sequence[Estimate | None], scale: float = 1.0) -> Series:
-    """A dot with an interval for every row."""
-    columns = [
-        [None if one is None or (value := getattr(one, name)) is None else scale * value for one in values]
-        for name in ("mean", "low", "high")
-    ]
-    mean, low, high = columns
-    return Series(label, style, list(range(len(values))), mean, low, high)
+    return Series(label, style, list(x), mean, low, high, dash)
 
 
 def having(views: Sequence[ProbeView], part: str) -> list[tuple[ProbeView, Any]]:
@@ -70,46 +48,47 @@ def along_chart(
     views: Sequence[ProbeView], chart_id: str, title: str, y: Axis, series: Sequence[Series], caption: str, **more: Any
 ) -> Chart:
     """Curves along the answer, with intervals over prompts."""
-    return Chart(chart_id, title, ALONG, y, tuple(series), caption, band=PROMPT_BAND, by=shown_by(views), **more)
+    return Chart(chart_id, title, ALONG, y, tuple(series), caption, band=PROMPT_BAND, by=_shown_by(views), **more)
 
 
 def dots_chart(
-    views: Sequence[ProbeView],
+    estimates: Mapping[ProbeView, Mapping[str, Estimate | None]],
     chart_id: str,
     title: str,
     axis: Axis,
-    rows: Sequence[str],
     label: str,
-    values: Callable[[ProbeView], Mapping[str, Estimate | None]],
     caption: str,
     band: str = PROMPT_BAND,
     lines: tuple[tuple[str, float], ...] = (),
 ) -> Chart:
-    """A row for every name in `rows`, with a dot and an interval for every probe; `values` gives a probe's estimates by row."""
-
-    def series(label: str, style: int, view: ProbeView) -> Series:
-        found = values(view)
-        return dot_series(label, style, [found.get(row) for row in rows], 100.0 if axis.percent else 1.0)
-
-    every, by = one_each(views, label, series), shown_by(views)
-    return Chart(chart_id, title, axis, Axis(""), every, caption, band=band, kind="dots", bars=tuple(rows), lines=lines, by=by)
-
-
-def one_each(views: Sequence[ProbeView], label: str, series: Callable[[str, int, ProbeView], Series]) -> tuple[Series, ...]:
-    """One series a probe, named after it; a single probe's is named after what it shows."""
-    if views[0].alone:
-        return (series(label, NEUTRAL, views[0]),)
-    return tuple(series(view.label, view.style, view) for view in views)
+    """A row for every name, with a dot and an interval for every probe that has an estimate of it."""
+    rows = tuple(dict.fromkeys(row for found in estimates.values() for row in found))
+    series = []
+    for name, style, view in one_each(list(estimates), label):
+        values = [estimates[view].get(row) or Estimate(mean=None) for row in rows]
+        columns = ([getattr(value, end) for value in values] for end in ("mean", "low", "high"))
+        mean, low, high = (_scaled(column, 100.0 if axis.percent else 1.0) for column in columns)
+        series.append(Series(name, style, list(range(len(rows))), mean, low, high))
+    by = _shown_by(list(estimates))
+    return Chart(chart_id, title, axis, Axis(""), tuple(series), caption, band, kind="dots", bars=rows, lines=lines, by=by)
 
 
-def shown_by(views: Sequence[ProbeView]) -> Literal["probe", "own"]:
-    """What colours stand for."""
-    return "own" if views[0].alone else "probe"
+def one_each(views: Sequence[ProbeView], label: str) -> list[tuple[str, int, ProbeView]]:
+    """Label and style of each probe's series: named after the probe; a single probe's is named after what it shows."""
+    return [(label, NEUTRAL, views[0])] if views[0].alone else [(view.label, view.style, view) for view in views]
 
 
 def counted(views: Sequence[ProbeView]) -> str:
     """On what it was measured."""
-    counts = [f"{view.probe.rollouts.rollouts} rollouts of {view.probe.rollouts.prompts} prompts" for view in views]
-    return (
-        counts[0] if len(set(counts)) == 1 else "; ".join(f"{view.label}: {n}" for view, n in zip(views, counts, strict=True))
-    )
+    counts = {view.label: f"{view.probe.rollouts.rollouts} rollouts of {view.probe.rollouts.prompts} prompts" for view in views}
+    distinct = set(counts.values())
+    return distinct.pop() if len(distinct) == 1 else "; ".join(f"{label}: {count}" for label, count in counts.items())
+
+
+def _shown_by(views: Sequence[ProbeView]) -> Literal["probe", "own"]:
+    """What colours stand for."""
+    return "own" if views[0].alone else "probe"
+
+
+def _scaled(values: Sequence[float | None], scale: float) -> list[float | None]:
+    return [None if value is None else scale * value for value in values]

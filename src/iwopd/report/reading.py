@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from iwopd.analysis.probe.result import PROBE_FILE
+from iwopd.analysis.probe.result import PROBE_FILE, Probe
 from iwopd.errors import UserError
-from iwopd.report.probe_files import NamedProbe, read_probes
+from iwopd.report.probe_files import read_probes
 from iwopd.report.text import printable
 from iwopd.runs.logs import Notes, number
 from iwopd.runs.reading import Run, is_run, read_runs
@@ -22,7 +22,7 @@ class ReportError(UserError, RuntimeError):
 
 
 class NothingToReportError(ReportError):
-    """No run that can be read; while watching, not yet."""
+    """No run that can be read; while watching: not yet."""
 
 
 def split_paths(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
@@ -41,7 +41,7 @@ def split_paths(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     return list(dict.fromkeys(runs)), list(dict.fromkeys(probes))
 
 
-def read_all(paths: Sequence[Path], probes: Sequence[Path], notes: Notes) -> tuple[list[Run], list[NamedProbe]]:
+def read_all(paths: Sequence[Path], probes: Sequence[Path], notes: Notes) -> tuple[list[Run], list[tuple[str, Probe]]]:
     """Runs and probes of a report; an error only if there is neither."""
     folders, among = split_paths(paths)
     found = read_probes([*among, *probes], notes)

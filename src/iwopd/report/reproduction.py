@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from iwopd.analysis.reproduce.tables import Section
-from iwopd.report.charts import Axis, Chart, Series
+from iwopd.report.charts import Axis, Chart
 from iwopd.report.paper import write_chart
+from iwopd.report.series import interval_series
 
 MOST = 12
 """Curves that can be told apart, by colour, dash and marker together."""
@@ -19,16 +20,11 @@ def learning_chart(section: Section) -> Chart | None:
     if not methods:
         return None
     shown = section.numbers.get("shown") or list(methods)
-    series = []
-    for style, title in enumerate(shown[:MOST]):
-        cells = methods[title]
-        steps = sorted(cells["accuracy"])
-        points = [cells["accuracy"][step] for step in steps]
-        mean, low, high = ([getattr(point, name) for point in points] for name in ("mean", "low", "high"))
-        series.append(Series(title, style, steps, mean, low, high))
+    curves = {title: dict(sorted(methods[title]["accuracy"].items())) for title in shown[:MOST]}
+    series = tuple(interval_series(title, style, curve) for style, (title, curve) in enumerate(curves.items()))
     band = "95 % intervals over runs and problems"
     axes = Axis("step"), Axis("right answers", percent=True)
-    return Chart(section.key, section.title, *axes, tuple(series), "", band=band, markers=True, by="own")
+    return Chart(section.key, section.title, *axes, series, "", band=band, markers=True, by="own")
 
 
 def write_figures(sections: Sequence[Section], folder: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,17 +33,20 @@ def score_key(scores: Tensor) -> bytes:
     return hashlib.sha256(repr(tuple(scores.shape)).encode() + scores.contiguous().numpy().tobytes()).digest()
 
 
-def accuracy_series(curve: TaskCurve) -> Series:
-    """Accuracy in percent at every evaluation, with its interval over problems."""
-    intervals = {step: interval(curve.scores(step)) for step in curve.steps}
-    return Series(
-        curve.group.label,
-        curve.group.style,
-        list(intervals),
-        [one.mean for one in intervals.values()],
-        [one.low for one in intervals.values()],
-        [one.high for one in intervals.values()],
+def interval_series(label: str, style: int, intervals: Mapping[float, Interval]) -> Series:
+    """Means with a band, by their place on the axis."""
+    mean, low, high = ([one[place] for one in intervals.values()] for place in range(3))
+    return Series(label, style, list(intervals), mean, low, high)
+
+
+def accuracy_chart(curves: Sequence[TaskCurve], chart_id: str, title: str, caption: str = "", *, by: By = "method") -> Chart:
+    """Accuracy in percent at every evaluation, with intervals over problems."""
+    series = tuple(
+        interval_series(curve.group.label, curve.group.style, {step: interval(curve.scores(step)) for step in curve.steps})
+        for curve in curves
     )
+    axis = Axis("right answers", percent=True)
+    return Chart(chart_id, title, Axis("step"), axis, series, caption, band=PROBLEM_BAND, markers=True, by=by)
 
 
 def metric_series(group: Group, name: str, scale: float = 1.0) -> Series | None:
@@ -75,18 +78,16 @@ def metric_chart(
     return Chart(chart_id, title, Axis("step"), axis, series, caption, band=band, by=by) if series else None
 
 
-def position_series(group: Group, name: str, part: str) -> tuple[Series, int] | None:
-    """A `position/…` metric over the first or last tenth of the recorded steps, and how many bins it has."""
+def position_series(group: Group, name: str, part: str) -> Series | None:
+    """A `position/…` metric over the first or last tenth of the recorded steps."""
     rows = [row for run in group.runs for row in _window(run, name, part)]
     bins = max((len(row) for row in rows), default=0)
     rows = [row for row in rows if len(row) == bins]
-    if not bins:
-        return None
-    columns = [[row[place] for row in rows if row[place] is not None] for place in range(bins)]
+    columns = [[value for row in rows if (value := row[place]) is not None] for place in range(bins)]
     if not any(columns):
         return None
-    means = [sum(column) / len(column) if column else None for column in columns]  # type: ignore[arg-type]
-    return Series(group.label, group.style, [100 * (place + 0.5) / bins for place in range(bins)], means), bins
+    means = [sum(column) / len(column) if column else None for column in columns]
+    return Series(group.label, group.style, [100 * (place + 0.5) / bins for place in range(bins)], means)
 
 
 def window_steps(run: Run, part: str) -> list[int]:

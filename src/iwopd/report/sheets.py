@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from iwopd.analysis.probe.result import Rules
-from iwopd.report.charts import Axis, Chart, Series
-from iwopd.report.gathering import Group, ProbeView, ReportData, TaskCurve
+from iwopd.report.charts import ALONG, Axis, Chart, Series
+from iwopd.report.gathering import Group, ProbeView, ReportData, TaskCurve, last_part
 from iwopd.report.panels import handoff, likelihood, weights
 from iwopd.report.panels.summary import against
-from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, having, middles
-from iwopd.report.series import PROBLEM_BAND, accuracy_series, metric_chart, position_series
+from iwopd.report.probes import PROMPT_BAND, curve_series, having, middles
+from iwopd.report.series import accuracy_chart, metric_chart, position_series
 from iwopd.runs.reading import Run
 from iwopd.tiny import STUDENT_SIZES
 
@@ -29,18 +30,6 @@ class Cell:
     title: str
     chart: Chart | None
     needs: str
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A figure of the paper."""
-
-    id: str
-    cells: tuple[Cell, ...]
-
-    @property
-    def empty(self) -> bool:
-        return all(cell.chart is None for cell in self.cells)
 
 
 # --- figure 1 ---------------------------------------------------------------------------------------------------------
@@ -65,14 +54,12 @@ def _learning(data: ReportData) -> Chart | None:
     curves = _curves(data, lambda run: _is_opd(run) or _is_iw(run))
     students = list(dict.fromkeys(_student(curve.group) for curve in curves))
     chart = _accuracy("fig2a", [curve for curve in curves if _student(curve.group) == students[0]])
-    if chart is None or len(students) == 1:
-        return chart
-    return replace(chart, x=Axis(f"step ({students[0]})"))
+    return replace(chart, x=Axis(f"step ({students[0]})")) if chart is not None and len(students) > 1 else chart
 
 
 def _by_student(data: ReportData) -> Chart | None:
-    """The difference between the two methods, paired by problem; a row a student, a series a task."""
-    pairs: dict[str, dict[str, tuple[float, float, float]]] = {}
+    """The difference between the two methods, paired by problem; one row per student, one series per task."""
+    pairs: dict[str, dict[str, list[float]]] = {}
     for task, curves in data.tasks.items():
         for student in dict.fromkeys(_student(curve.group) for curve in curves):
             mine = [curve for curve in curves if _student(curve.group) == student]
@@ -80,36 +67,26 @@ def _by_student(data: ReportData) -> Chart | None:
             iw = next((curve for curve in mine if _is_iw(curve.group.runs[0])), None)
             found = against(task, iw, opd, data) if opd is not None and iw is not None else None
             if found is not None:
-                interval = found.differences[0].interval
-                pairs.setdefault(student, {})[task] = (100 * interval.mean, 100 * interval.low, 100 * interval.high)
+                pairs.setdefault(student, {})[task] = [100 * value for value in found.differences[0].interval]
     if len(pairs) < 2:
         return None
     rows = sorted(pairs, key=_size)
     tasks = [task for task in data.tasks if any(task in pairs[row] for row in rows)]
     series = []
     for style, task in enumerate(tasks):
-        values = [pairs[row].get(task) for row in rows]
-        columns = [[None if value is None else value[place] for value in values] for place in range(3)]
-        series.append(Series(task, style, list(range(len(rows))), columns[0], columns[1], columns[2]))
-    return Chart(
-        "fig2b",
-        "IW-OPD minus OPD",
-        Axis("difference in points"),
-        Axis(""),
-        tuple(series),
-        "Difference of accuracies at the last step that both methods reached, paired by problem.",
-        band="95 % intervals",
-        kind="dots",
-        bars=tuple(rows),
-        by="own",
-    )
+        values = [pairs[row].get(task, (None, None, None)) for row in rows]
+        mean, low, high = ([value[place] for value in values] for place in range(3))
+        series.append(Series(task, style, list(range(len(rows))), mean, low, high))
+    caption = "Difference of accuracies at the last step that both methods reached, paired by problem."
+    looks: Any = {"band": "95 % intervals", "kind": "dots", "bars": tuple(rows), "by": "own"}
+    return Chart("fig2b", "IW-OPD minus OPD", Axis("difference in points"), Axis(""), tuple(series), caption, **looks)
 
 
 # --- figure 3 ---------------------------------------------------------------------------------------------------------
 
 
 def _kl_training(data: ReportData) -> Chart | None:
-    axis = Axis("lp\u2080 \u2212 lp_T, nats per token", zero=True)
+    axis = Axis("lp₀ − lp_T, nats per token", zero=True)
     return metric_chart(_two(data), "kl/sampled", "fig3a", "KL during training", axis, by="own")
 
 
@@ -119,7 +96,7 @@ def _kl_position(data: ReportData) -> Chart | None:
     for group in _two(data):
         for part, words, dash in (("last", "last steps", None), ("first", "first steps", BEFORE_DASH)):
             if (found := position_series(group, "position/kl", part)) is not None:
-                series.append(replace(found[0], label=f"{group.label}, {words}", dash=dash))
+                series.append(replace(found, label=f"{group.label}, {words}", dash=dash))
     band = "" if series else PROMPT_BAND
     for view, part_of in having(_shown(data), "positions") if not series else ():
         label = "before training" if view.alone else view.label
@@ -139,10 +116,8 @@ def _likelihood(data: ReportData) -> Chart | None:
 def _ideal_learning(data: ReportData) -> Chart | None:
     curves = _curves(data, lambda run: _rule(run) == "ideal" and run.setting("method.params.gamma", float) is None)
     chart = _accuracy("fig4a", curves)
-    if chart is None:
-        return None
-    alphas = [_alpha(curve.group.runs[0]) for curve in curves]
-    if len(set(alphas)) < len(alphas):
+    alphas = [f"alpha {curve.group.runs[0].setting('method.params.alpha', float, 0.01):g}" for curve in curves]
+    if chart is None or len(set(alphas)) < len(alphas):
         return chart
     return replace(chart, series=tuple(replace(one, label=label) for one, label in zip(chart.series, alphas, strict=True)))
 
@@ -150,9 +125,9 @@ def _ideal_learning(data: ReportData) -> Chart | None:
 def _weights(data: ReportData) -> Chart | None:
     """The ideal weight at its alphas, with the surrogate that stands for it."""
     found = having(_shown(data), "rules")
-    rules: Rules | None = found[0][1] if found else None
-    if rules is None:
+    if not found:
         return None
+    rules: Rules = found[0][1]
     chosen = [rule for rule in rules.rules if rule.key.startswith("ideal-") and rule.key != "ideal-blend"]
     chosen += [rule for rule in rules.rules if rule.key == "surrogate-only"]
     labels = [rule.title.removeprefix("Ideal weight, ") for rule in chosen]
@@ -163,10 +138,10 @@ def _weights(data: ReportData) -> Chart | None:
 
 
 def _sums(data: ReportData) -> Chart | None:
-    return next((weights.sums(view) for view, _ in having(_shown(data), "rules")), None)
+    return next((weights.sums(rules) for _, rules in having(_shown(data), "rules")), None)
 
 
-# --- what to choose from ------------------------------------------------------------------------------------------------
+# --- what to choose from ----------------------------------------------------------------------------------------------
 
 
 def _shown(data: ReportData) -> tuple[ProbeView, ...]:
@@ -183,11 +158,7 @@ def _curves(data: ReportData, belongs: Callable[[Run], bool]) -> list[TaskCurve]
 
 
 def _accuracy(name: str, curves: Sequence[TaskCurve]) -> Chart | None:
-    if not curves:
-        return None
-    series = tuple(accuracy_series(curve) for curve in curves)
-    axis = Axis("right answers", percent=True)
-    return Chart(name, "Accuracy", Axis("step"), axis, series, "", band=PROBLEM_BAND, markers=True, by="own")
+    return accuracy_chart(curves, name, "Accuracy", by="own") if curves else None
 
 
 def _two(data: ReportData) -> list[Group]:
@@ -196,8 +167,7 @@ def _two(data: ReportData) -> list[Group]:
 
 
 def _rule(run: Run) -> str:
-    rule: str = run.setting("method.weights", str, "uniform" if run.setting("method", dict) is not None else "")
-    return rule
+    return str(run.setting("method.weights", str, "uniform" if run.setting("method", dict) is not None else ""))
 
 
 def _is_opd(run: Run) -> bool:
@@ -209,18 +179,9 @@ def _is_iw(run: Run) -> bool:
     return _rule(run) == "cumulative-share" and blend and run.setting("method.advantage", str, "opd") == "opd"
 
 
-def _alpha(run: Run) -> str:
-    value = run.setting("method.params.alpha", float)
-    return f"alpha {value:g}" if value is not None else "alpha 0.01"
-
-
 def _student(group: Group) -> str:
-    run = group.runs[0]
-    named: str | None = run.setting("models.student", str)
-    if named:
-        return named.rstrip("/").rpartition("/")[2] or named
-    size: str = run.setting("models.student_size", str, WORLD_STUDENT)
-    return size
+    named: str = group.runs[0].setting("models.student", str, "")
+    return last_part(named) if named else str(group.runs[0].setting("models.student_size", str, WORLD_STUDENT))
 
 
 def _size(student: str) -> tuple[float, str]:
@@ -254,8 +215,6 @@ FIGURES: dict[str, tuple[tuple[str, Callable[[ReportData], Chart | None], str], 
 """Title of each place, what fills it, and what that needs."""
 
 
-def sheets(data: ReportData) -> tuple[Sheet, ...]:
+def sheets(data: ReportData) -> dict[str, list[Cell]]:
     """Figures 1 to 4, from whatever runs and probes there are."""
-    return tuple(
-        Sheet(name, tuple(Cell(title, draw(data), needs) for title, draw, needs in places)) for name, places in FIGURES.items()
-    )
+    return {name: [Cell(title, draw(data), needs) for title, draw, needs in places] for name, places in FIGURES.items()}

@@ -7,14 +7,12 @@ import re
 
 def printable(text: str) -> str:
     """Text without characters that steer a terminal, turn the writing direction or cannot be encoded."""
-    return _UNPRINTABLE.sub(lambda match: _visible(match[0]), text)
+    return _UNPRINTABLE.sub(_visible, text)
 
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def _visible(character: str) -> str:
-    code = ord(character)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "\u2421" if code == 0x7F else "\ufffd"
+def _visible(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"

@@ -1,4 +1,4 @@
-"""The page while a run goes on: written anew whenever a log grows; the page loads itself again.
+"""The page while a run goes on: written again whenever a log grows; the page loads itself again.
 
 There is no server: the file is replaced in one go, and the browser that has it open reads it again from the disk.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from iwopd.analysis.probe.result import PROBE_FILE
@@ -36,11 +37,10 @@ def watch(
     written = False
 
     def write(refresh: float | None) -> bool:
-        try:
+        with suppress(NothingToReportError):
             write_report(runs, out, probes=probes, handoff=handoff, max_tokens=max_tokens, refresh=refresh)
-        except NothingToReportError:
-            return False
-        return True
+            return True
+        return False
 
     try:
         while True:
@@ -49,9 +49,8 @@ def watch(
                 first = not written
                 written = write(every) or written
                 if first:
-                    say(
-                        f"report: {out} (written anew every {every:g} s as the run goes on)" if written else "waiting for a run"
-                    )
+                    ready = f"report: {out} (written again every {every:g} s as the run goes on)"
+                    say(ready if written else "waiting for a run")
             elif written and all_finished(runs, probes):  # and nothing was added since the last look: the last evaluation is in
                 write(None)
                 say(f"the run is finished; report: {out}")
@@ -70,11 +69,9 @@ def stamps(runs: Sequence[Path]) -> Stamps:
     files = [run for run in runs if run.is_file()] + [folder / name for folder in folders for name in FILES]
     found: Stamps = {}
     for file in files:
-        try:
+        with suppress(OSError):
             about = file.stat()
-        except OSError:
-            continue
-        found[file] = (about.st_mtime_ns, about.st_size)
+            found[file] = (about.st_mtime_ns, about.st_size)
     return found
 
 
@@ -85,5 +82,5 @@ def all_finished(runs: Sequence[Path], probes: Sequence[Path] = ()) -> bool:
 
 
 def _finished(run: Run) -> bool:
-    """All steps are recorded, and the evaluations after the last one, if the run has evaluations at all."""
+    """All steps are recorded, and every task was evaluated after the last one."""
     return run.finished and {one.task for one in run.evals} == {one.task for one in run.evals if one.step == run.step}

@@ -4,8 +4,8 @@ The update of a rule on a batch is `sum_t w[t] A[t] grad lp[t]` over the rollout
 denominator does not turn it). The reference is `sum_t grad lp[t]` over the tokens of correct solutions to the same prompts. The
 cosine of the two says how much of a step is progress; it needs no training and no sampling beyond the rollouts.
 
-Memory: the parameters, the reference gradient and one update, plus the activations of one micro-batch. So rules are the outer
-loop and micro-batches the inner one. If the batch is one micro-batch, its forward pass is kept for all rules.
+Memory: parameters, reference gradient, one update, and the activations of one micro-batch. So rules are the outer loop and
+micro-batches the inner one. If the batch is one micro-batch, its forward pass is kept for all rules.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from iwopd.algo.drift import drift_regions
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.gradients import cosine
 from iwopd.analysis.probe.intervals import over_batches
+from iwopd.analysis.probe.positions import named_regions
 from iwopd.analysis.probe.result import Aligned, Alignment, Drift
 from iwopd.analysis.probe.rules import Rule
 from iwopd.lm import ResponseModel, Sequences
@@ -27,6 +28,7 @@ from iwopd.types import Rollout
 
 TOKEN_BUDGET = 4096
 """Tokens of one micro-batch."""
+Advance = Callable[[int], None]
 REGIONS = {
     "before": "OPD before the first drift",
     "at": "OPD on the first drift",
@@ -40,8 +42,7 @@ class AlignmentBatch:
     """Rollouts with their scores, and one correct solution for each of their prompts."""
 
     rollouts: list[Rollout]
-    evidence: Evidence
-    """[B, T]"""
+    evidence: Evidence  # [B, T]
     solutions: list[tuple[Tensor, Tensor]]
     """Prompt ids and solution ids, end-of-sequence included."""
 
@@ -66,10 +67,8 @@ class TokenGradients:
         for parameter in self.parameters:
             parameter.grad = None
         for rows, sequences in self.batches:
-            wanted = torch.cat(
-                [coefficients[row, :length] for row, length in zip(rows, sequences.answers.tolist(), strict=True)]
-            )
-            wanted = wanted.to(self.lm.device)
+            lengths = zip(rows, sequences.answers.tolist(), strict=True)
+            wanted = torch.cat([coefficients[row, :length] for row, length in lengths]).to(self.lm.device)
             if bool((wanted != 0).any()):
                 logprobs = self._logprobs(sequences)
                 (logprobs * wanted.to(logprobs.dtype)).sum().backward(retain_graph=self._kept is not None)
@@ -79,9 +78,7 @@ class TokenGradients:
         return gradient
 
     def _logprobs(self, sequences: Sequences) -> Tensor:
-        if self._kept is not None:
-            return self._kept
-        logprobs = self.lm.logprobs(sequences)
+        logprobs = self.lm.logprobs(sequences) if self._kept is None else self._kept
         if len(self.batches) == 1 and self.lm.fused:
             self._kept = logprobs
         return logprobs
@@ -92,16 +89,13 @@ def batch_cosines(
     batch: AlignmentBatch,
     rules: Sequence[Rule],
     threshold: float,
-    *,
     budget: int = TOKEN_BUDGET,
-    advance: Callable[[int], None] = lambda directions: None,
+    advance: Advance = lambda directions: None,
 ) -> dict[str, float]:
     """Cosine of every rule's update, and of OPD's on each region, with the gradient towards the solutions."""
-    solutions = TokenGradients(lm, [prompt for prompt, _ in batch.solutions], [ids for _, ids in batch.solutions], budget)
-    width = max(len(ids) for _, ids in batch.solutions)
-    lengths = torch.tensor([len(ids) for _, ids in batch.solutions])
-    target = solutions.of((torch.arange(width)[None] < lengths[:, None]).float())
-    del solutions  # and its forward pass
+    prompts, solutions = ([pair[place] for pair in batch.solutions] for place in range(2))
+    every_token = pad_sequence([torch.ones(len(ids)) for ids in solutions], batch_first=True)
+    target = TokenGradients(lm, prompts, solutions, budget).of(every_token)
     prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in batch.rollouts]
     updates = TokenGradients(lm, prompts, [rollout.response_ids for rollout in batch.rollouts], budget)
     found = {}
@@ -116,23 +110,16 @@ def measure_alignment(
     batches: Sequence[AlignmentBatch],
     rules: Sequence[Rule],
     drift: Drift,
-    *,
-    budget: int = TOKEN_BUDGET,
-    advance: Callable[[int], None] = lambda directions: None,
+    advance: Advance = lambda directions: None,
 ) -> Alignment:
     """Cosines over batches, with t intervals and paired differences to plain OPD (the rule `opd`)."""
     lm.model.eval()
-    rows = [batch_cosines(lm, batch, rules, drift.threshold, budget=budget, advance=advance) for batch in batches]
-    shares = {"before": drift.before, "at": drift.at, "until": drift.until, "after": drift.after}
+    rows = [batch_cosines(lm, batch, rules, drift.threshold, advance=advance) for batch in batches]
 
     def aligned(key: str, title: str) -> Aligned:
-        return Aligned(
-            key=key,
-            title=title,
-            cosine=over_batches([row[key] for row in rows]),
-            gain=None if key == "opd" else over_batches([row[key] - row["opd"] for row in rows]),
-            share=shares.get(key),
-        )
+        gain = None if key == "opd" else over_batches([row[key] - row["opd"] for row in rows])
+        share = getattr(drift, key) if key in REGIONS else None
+        return Aligned(key=key, title=title, cosine=over_batches([row[key] for row in rows]), gain=gain, share=share)
 
     return Alignment(
         batches=len(batches),
@@ -142,16 +129,9 @@ def measure_alignment(
     )
 
 
-def directions_of(rules: Sequence[Rule]) -> int:
-    """How many gradients a batch takes."""
-    return len(rules) + len(REGIONS)
-
-
 def _directions(batch: AlignmentBatch, rules: Sequence[Rule], threshold: float) -> dict[str, Tensor]:
     """Coefficients [B, T] of each update."""
     found = {rule.key: rule.signal(batch.evidence).advantages for rule in rules}
     gap = batch.evidence.gap
-    before, at, after = drift_regions(gap, batch.evidence.mask, threshold)
-    for key, region in (("before", before), ("at", at), ("until", before | at), ("after", after)):
-        found[key] = torch.where(region, gap, 0.0)
-    return found
+    regions = named_regions(gap, batch.evidence.mask, threshold)
+    return found | {key: torch.where(region, gap, 0.0) for key, region in regions.items()}

@@ -74,21 +74,15 @@ def open_pair(
         check_vocabulary(name, model, tokenizer)
         models.append(model)
     models[1].requires_grad_(False)
-    shown = names or (student, teacher)
-    return Pair(tokenizer, models[0], models[1], shown[0], shown[1])
+    return Pair(tokenizer, models[0], models[1], *(names or (student, teacher)))
 
 
 def world_material(world: tiny.World, count: int) -> Material:
     """Evaluation prompts of an embedded world; every one has a solution."""
     prompts = world.eval_prompts(count)
-    return Material(
-        prompts,
-        one_by_one(world.check),
-        _all_ids(prompts),
-        _tiny_solutions(prompts, world.tokenizer),
-        f"world {world.recipe.name}",
-        max_tokens=world.max_response_tokens,
-    )
+    solutions, task = _tiny_solutions(prompts, world.tokenizer), f"world {world.recipe.name}"
+    limit = world.max_response_tokens
+    return Material(prompts, one_by_one(world.check), _all_ids(prompts), solutions, task, max_tokens=limit)
 
 
 def task_material(name: str, tokenizer: Any, *, data: Path | None, limit: int, chat: bool = True) -> Material:
@@ -110,25 +104,20 @@ def file_material(path: Path, tokenizer: Any, *, limit: int, task: str | None = 
     Answers are checked as the task does, or without one as math: last box, up to symbolic equivalence.
     """
     spec = None if task is None else find_task(task)
+    is_tiny = spec is not None and spec.checker == "tiny"
     loaded = load_prompts(path, tokenizer, MAX_PROMPT_TOKENS)
     notes = []
     if loaded.too_long:
         notes.append(f"{loaded.too_long} prompts have more than {MAX_PROMPT_TOKENS} tokens and were left out")
     prompts = loaded.prompts[:limit]
-    is_tiny = spec is not None and spec.checker == "tiny"
     checkable = _all_ids(prompts) if is_tiny else frozenset(prompt.id for prompt in prompts if prompt.answer is not None)
     if 0 < len(checkable) < len(prompts):
         silent = len(prompts) - len(checkable)
         notes.append(f"{silent} of {len(prompts)} prompts have no answer: the hand-off curve is without them")
-    return Material(
-        prompts,
-        _file_checker(spec, prompts) if checkable else None,
-        checkable,
-        _encoded(_file_solutions(path), prompts, tokenizer),
-        None if spec is None else spec.name,
-        tuple(notes),
-        tiny.max_response_tokens(tiny.world_recipe(spec.world).operands) if spec is not None and is_tiny else None,
-    )
+    check = _file_checker(spec, prompts) if checkable else None
+    solutions = _encoded(_file_solutions(path), prompts, tokenizer)
+    longest = tiny.max_response_tokens(tiny.world_recipe(spec.world).operands) if spec is not None and is_tiny else None
+    return Material(prompts, check, checkable, solutions, None if spec is None else spec.name, tuple(notes), longest)
 
 
 def _file_checker(spec: TaskSpec | None, prompts: list[Prompt]) -> Checker:

@@ -47,13 +47,10 @@ class Bootstrap:
 
     def curve(self, statistic: Callable[..., Tensor], *values: Tensor) -> Curve:
         """The statistic [K] with its interval at each place."""
-        mean, low, high = self._interval(self.resampled(statistic, *values))
-        return Curve(mean=mean.tolist(), low=low.tolist(), high=high.tolist())
+        return Curve(**{name: value.tolist() for name, value in self._interval(statistic, values).items()})
 
     def estimate(self, statistic: Callable[..., Tensor], *values: Tensor) -> Estimate:
-        """A single number with its interval."""
-        mean, low, high = self._interval(self.resampled(statistic, *values))
-        return Estimate(mean=float(mean), low=float(low), high=float(high))
+        return Estimate(**{name: float(value) for name, value in self._interval(statistic, values).items()})
 
     def mean_curve(self, binned: Binned) -> Curve:
         """Mean over the tokens of each bin."""
@@ -67,24 +64,22 @@ class Bootstrap:
         """Mean over rollouts of one number [B] each."""
         return self.estimate(torch.div, values, torch.ones_like(values))
 
-    def _interval(self, resampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        observed = resampled[0]
+    def _interval(self, statistic: Callable[..., Tensor], values: Sequence[Tensor]) -> dict[str, Tensor]:
+        resampled = self.resampled(statistic, *values)
+        nothing = torch.full_like(resampled[0], math.nan)
         if self.count < 2:
-            nothing = torch.full_like(observed, math.nan)
-            return observed, nothing, nothing
+            return {"mean": resampled[0], "low": nothing, "high": nothing}
         tail = NormalDist().cdf(-math.sqrt(self.count / (self.count - 1)) * t_quantile(LEVEL, self.count - 1))
         # A resample may miss all rollouts that reach a bin; it then has no say there.
         low, high = resampled[1:].nanquantile(torch.tensor([tail, 1.0 - tail], dtype=torch.float64), dim=0)
-        return observed, low, high
+        return {"mean": resampled[0], "low": low, "high": high}
 
 
 def over_batches(values: Sequence[float]) -> Estimate:
     """Mean of one number a batch with Student's t interval; batches without one (NaN) are left out."""
     found = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)
-    if len(found) == 0:
-        return Estimate(mean=None)
     mean = float(found.mean())
     if len(found) < 2:
-        return Estimate(mean=mean)
+        return Estimate(mean=mean)  # NaN, so None, of nothing
     half = t_quantile(LEVEL, len(found) - 1) * float(found.std()) / math.sqrt(len(found))
     return Estimate(mean=mean, low=mean - half, high=mean + half)

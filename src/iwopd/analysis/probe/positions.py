@@ -13,7 +13,7 @@ from iwopd.algo.budget import region_share
 from iwopd.algo.drift import drift_regions, first_drift
 from iwopd.algo.position import Binned, PositionProfile, bin_values, fraction_bins, position_profile
 from iwopd.analysis.probe.intervals import Bootstrap
-from iwopd.analysis.probe.result import Drift, Estimate, Likelihood, Positions, PrefixLikelihood, TopKOverlap
+from iwopd.analysis.probe.result import Drift, Likelihood, Positions, PrefixLikelihood, TopKOverlap
 from iwopd.analysis.probe.scoring import Tokens
 
 FIRST = 0.3
@@ -49,24 +49,22 @@ def measure_positions(tokens: Tokens, bootstrap: Bootstrap, bins: int) -> Positi
 
 def measure_drift(tokens: Tokens, bootstrap: Bootstrap, threshold: float) -> Drift:
     """How many rollouts drift, where, and which part of the discrepancy lies before, on and after the first drift."""
-    before, at, after = drift_regions(tokens.gap, tokens.mask, threshold)
     place, lengths = first_drift(tokens.gap, tokens.mask, threshold), tokens.mask.sum(-1)
     drifts = (place >= 0).double()
     relative = torch.where(place >= 0, place / lengths, 0.0)
     size = _summed(tokens.gap.abs(), tokens.mask)
+    shares = {
+        name: bootstrap.estimate(region_share, _summed(tokens.gap.abs(), region), size)
+        for name, region in named_regions(tokens.gap, tokens.mask, threshold).items()
+    }
+    position = bootstrap.estimate(torch.div, relative, drifts)
+    return Drift(threshold=threshold, rollouts=bootstrap.mean(drifts), position=position, **shares)
 
-    def share(region: Tensor) -> Estimate:
-        return bootstrap.estimate(region_share, _summed(tokens.gap.abs(), region), size)
 
-    return Drift(
-        threshold=threshold,
-        rollouts=bootstrap.mean(drifts),
-        position=bootstrap.estimate(torch.div, relative, drifts),
-        before=share(before),
-        at=share(at),
-        until=share(before | at),
-        after=share(after),
-    )
+def named_regions(gap: Tensor, mask: Tensor, threshold: float) -> dict[str, Tensor]:
+    """[B, T] masks of the tokens before the first drift, on it, both, and after it."""
+    before, at, after = drift_regions(gap, mask, threshold)
+    return {"before": before, "at": at, "until": before | at, "after": after}
 
 
 def measure_top_k_overlap(tokens: Tokens, bootstrap: Bootstrap, bins: int, *, k: int, vocabulary: int) -> TopKOverlap:
@@ -86,7 +84,7 @@ def measure_top_k_overlap(tokens: Tokens, bootstrap: Bootstrap, bins: int, *, k:
 
 def measure_likelihood(tokens: Tokens, bootstrap: Bootstrap, bins: int) -> Likelihood:
     """Cumulative log-likelihood of the student's prefixes under both models (Fig. 3c), by fraction and by token."""
-    logprobs: dict[str, Any] = {"student_logprobs": tokens.student_logprobs, "teacher_logprobs": tokens.teacher_logprobs}
+    logprobs: Any = {"student_logprobs": tokens.student_logprobs, "teacher_logprobs": tokens.teacher_logprobs}
     by_fraction = position_profile(tokens.gap, tokens.mask, bins=bins, **logprobs)
     width = math.ceil(tokens.mask.shape[1] / TOKEN_BINS)
     by_token = position_profile(tokens.gap, tokens.mask, by="position", width=width, **logprobs)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from iwopd.analysis.probe.result import Aligned, Alignment, Estimate, Handoff, Likelihood, Positions, Probe, Rules, TopKOverlap
+from iwopd.analysis.probe.result import (
+    Aligned,
+    Alignment,
+    Curve,
+    Estimate,
+    Handoff,
+    Likelihood,
+    Positions,
+    Probe,
+    Rules,
+    TopKOverlap,
+)
 
 BAR = 24
 EIGHTHS = " ▏▎▍▌▋▊▉█"
+Show = Callable[[float | None], str]
 
 
 def print_probe(probe: Probe, console: Console) -> None:
@@ -53,13 +66,11 @@ def bar(value: float | None, most: float, width: int = BAR) -> str:
 
 
 def _handoff(part: Handoff) -> Table:
-    table = _table(
-        "The student begins, the teacher finishes: right answers in percent", "written by the student", "teacher", ""
-    )
-    for place, fraction in enumerate(part.fractions):
-        mean = part.teacher.mean[place]
-        estimate = Estimate(mean=mean, low=part.teacher.low[place], high=part.teacher.high[place])
-        table.add_row(f"{100 * fraction:g} %", _percent(estimate), bar(mean, 1.0))
+    title = "The student begins, the teacher finishes: right answers in percent"
+    table = _table(title, "written by the student", "teacher", "")
+    points = zip(part.fractions, part.teacher.mean, part.teacher.low, part.teacher.high, strict=True)
+    for fraction, mean, low, high in points:
+        table.add_row(f"{100 * fraction:g} %", _percent(Estimate(mean=mean, low=low, high=high)), bar(mean, 1.0))
     if part.student is not None:
         table.add_row("all (student alone)", _percent(part.student), bar(part.student.mean, 1.0))
     return table
@@ -67,39 +78,23 @@ def _handoff(part: Handoff) -> Table:
 
 def _positions(part: Positions) -> Table:
     title = "Disagreement by position: nats per token, and each part's share of the total of |gap|"
-    table = _table(title, "position", "|gap|", "gap", "KL", "share", "")
-    most = max((value for value in part.share.mean if value is not None), default=0.0)
-    for place in range(len(part.edges) - 1):
-        share = part.share.mean[place]
-        table.add_row(
-            _between(part.edges, place),
-            *(_number(curve.mean[place], ".3f") for curve in (part.abs_gap, part.gap, part.kl)),
-            _number(None if share is None else 100 * share, ".1f") + " %",
-            bar(share, most),
-        )
-    return table
+    columns = {"|gap|": (part.abs_gap, _nats), "gap": (part.gap, _nats), "KL": (part.kl, _nats), "share": (part.share, _share)}
+    return _by_position(title, part.edges, columns, part.share.mean, _most(part.share.mean))
 
 
 def _top_k_overlap(part: TopKOverlap) -> Table:
     title = f"Likeliest next tokens in common (top {part.k}; by chance {100 * part.chance:.2g} %)"
-    table = _table(title, "position", f"top {part.k}", "same first", "")
-    for place in range(len(part.edges) - 1):
-        shared, first = part.shared.mean[place], part.same_first.mean[place]
-        row = [_number(None if value is None else 100 * value, ".1f") + " %" for value in (shared, first)]
-        table.add_row(_between(part.edges, place), *row, bar(shared, 1.0))
-    return table
+    columns = {f"top {part.k}": (part.shared, _share), "same first": (part.same_first, _share)}
+    return _by_position(title, part.edges, columns, part.shared.mean, 1.0)
 
 
 def _likelihood(part: Likelihood) -> Table:
-    table = _table("Log-likelihood of the student's prefixes, nats", "position", "student", "teacher", "difference", "")
     by = part.by_fraction
-    most = max((-value for value in by.difference.mean if value is not None), default=0.0)
-    for place in range(len(by.edges) - 1):
-        values = [curve.mean[place] for curve in (by.student, by.teacher, by.difference)]
-        length = None if values[2] is None else -values[2]
-        table.add_row(_between(by.edges, place), *(_number(value, ".1f") for value in values), bar(length, most))
-    whole = (part.student.mean, part.teacher.mean, part.difference.mean)
-    table.add_row("whole answers", *(_number(value, ".1f") for value in whole), "")
+    fall = [None if value is None else -value for value in by.difference.mean]
+    columns = {name: (getattr(by, name), _tenths) for name in ("student", "teacher", "difference")}
+    title = "Log-likelihood of the student's prefixes, nats"
+    table = _by_position(title, by.edges, columns, fall, _most(fall))
+    table.add_row("whole answers", *(_tenths(one.mean) for one in (part.student, part.teacher, part.difference)), "")
     return table
 
 
@@ -111,8 +106,8 @@ def _rules(part: Rules) -> Table:
         table.add_row(
             rule.title,
             *(_number(value, ".2f") for value in ends),
-            _plus_minus(rule.effective, 100, ".1f"),
-            _plus_minus(rule.first_30, 100, ".1f"),
+            rule.effective.plus_minus(100, ".1f"),
+            rule.first_30.plus_minus(100, ".1f"),
             bar(rule.first_30.mean, 1.0, BAR // 2),
         )
     sums = part.cumulative
@@ -126,13 +121,13 @@ def _alignment(part: Alignment) -> Table:
     title = f"Cosine of the update with the way to correct solutions, {part.batches} batches of {part.batch_prompts} prompts"
     table = _table(title, "update", "cosine", "against OPD", "share of |gap|", "")
     rows: list[Aligned] = [*part.rules, *part.regions]
-    most = max((row.cosine.mean for row in rows if row.cosine.mean is not None), default=0.0)
+    most = _most([row.cosine.mean for row in rows])
     for row in rows:
         if row is part.regions[0]:
             table.add_section()
-        gain = "" if row.gain is None else _plus_minus(row.gain, sign="+")
+        gain = "" if row.gain is None else row.gain.plus_minus(sign="+")
         share = "" if row.share is None else _percent(row.share)
-        table.add_row(row.title, _plus_minus(row.cosine), gain, share, bar(row.cosine.mean, most))
+        table.add_row(row.title, row.cosine.plus_minus(), gain, share, bar(row.cosine.mean, most))
     return table
 
 
@@ -143,26 +138,37 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _between(edges: list[float], place: int) -> str:
-    return f"{100 * edges[place]:.0f}-{100 * edges[place + 1]:.0f} %"
+def _by_position(
+    title: str, edges: list[float], columns: Mapping[str, tuple[Curve, Show]], bars: Sequence[float | None], most: float
+) -> Table:
+    """One row per part of the answer: the columns' values, and a bar."""
+    table = _table(title, "position", *columns, "")
+    for place, (left, right) in enumerate(pairwise(edges)):
+        cells = (show(curve.mean[place]) for curve, show in columns.values())
+        table.add_row(f"{100 * left:.0f}-{100 * right:.0f} %", *cells, bar(bars[place], most))
+    return table
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _most(values: Sequence[float | None]) -> float:
+    return max((value for value in values if value is not None), default=0.0)
+
+
+def _number(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "-" if value is None else format(scale * value, form)
+
+
+def _nats(value: float | None) -> str:
+    return _number(value, ".3f")
+
+
+def _tenths(value: float | None) -> str:
+    return _number(value, ".1f")
+
+
+def _share(value: float | None) -> str:
+    return _number(value, ".1f", 100.0) + " %"
 
 
 def _percent(estimate: Estimate) -> str:
-    if estimate.mean is None:
-        return "-"
-    if estimate.low is None or estimate.high is None:
-        return f"{100 * estimate.mean:.1f}"
-    return f"{100 * estimate.mean:.1f} ({100 * estimate.low:.1f} to {100 * estimate.high:.1f})"
-
-
-def _plus_minus(estimate: Estimate, scale: float = 1.0, form: str = ".3f", sign: str = "") -> str:
-    if estimate.mean is None:
-        return "-"
-    mean = format(scale * estimate.mean, sign + form)
-    if estimate.low is None or estimate.high is None:
-        return mean
-    return f"{mean} ± {format(scale * (estimate.high - estimate.low) / 2, form)}"
+    mean, low, high = (_number(value, ".1f", 100.0) for value in (estimate.mean, estimate.low, estimate.high))
+    return mean if "-" in (mean, low, high) else f"{mean} ({low} to {high})"

@@ -23,7 +23,7 @@ Bias = Literal["strong", "moderate", "none", "unclear", "unmeasurable"]
 
 
 class ProbeError(UserError, ValueError):
-    """Options or files that a probe cannot use, with the way out."""
+    """Options or files that a probe cannot use, with the remedy."""
 
 
 def _number(value: Any) -> Any:
@@ -45,6 +45,12 @@ class Estimate(Part):
     mean: Number
     low: Number = None
     high: Number = None
+
+    def plus_minus(self, scale: float = 1.0, form: str = ".3f", sign: str = "", nothing: str = "-") -> str:
+        if self.mean is None:
+            return nothing
+        half = "" if self.low is None or self.high is None else f" ± {format(scale * (self.high - self.low) / 2, form)}"
+        return format(scale * self.mean, sign + form) + half
 
 
 class Curve(Part):
@@ -69,7 +75,7 @@ class Handoff(Part):
 
 
 class Positions(Part):
-    """Discrepancy along the response, in K equal bins of relative position; nats a token."""
+    """Discrepancy along the response, in K equal bins of relative position; nats per token."""
 
     edges: list[float]
     """[K + 1]"""
@@ -90,21 +96,17 @@ class Positions(Part):
 
 
 class Drift(Part):
-    """The first token of each rollout with gap < -threshold."""
+    """The first token of each rollout with gap < -threshold: the share of rollouts that have one, and where."""
 
     threshold: float
     rollouts: Estimate
-    """Share of rollouts that have one."""
     position: Estimate
-    """Its relative position, where there is one."""
+    """Relative, where there is one."""
     before: Estimate
-    """Share of the total of |gap| before the first drift, ..."""
     at: Estimate
-    """... on it, ..."""
     until: Estimate
-    """... both, ..."""
     after: Estimate
-    """... and after it."""
+    """Shares of the total of |gap|: before the first drift, on it, both, and after it."""
 
 
 class TopKOverlap(Part):
@@ -134,10 +136,11 @@ class PrefixLikelihood(Part):
 
 
 class Likelihood(Part):
+    """By position, and of whole responses."""
+
     by_fraction: PrefixLikelihood
     by_token: PrefixLikelihood
     student: Estimate
-    """Whole responses."""
     teacher: Estimate
     difference: Estimate
 
@@ -150,7 +153,6 @@ class RuleEffect(Part):
     rule: str
     params: dict[str, Any]
     weights: Curve
-    """Mean weight by relative position."""
     spread: Curve | None = None
     """Median (`mean`), 10th (`low`) and 90th percentile (`high`) of the tokens' weights by relative position: no interval, but
     how unlike the tokens are. Ideal weights have mean 1 by construction; this is where their alphas differ."""

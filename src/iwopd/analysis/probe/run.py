@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,23 +13,23 @@ from torch import Tensor
 import iwopd
 from iwopd import algo
 from iwopd.algo.evidence import Evidence
-from iwopd.analysis.handoff import handoff_scores
-from iwopd.analysis.probe.alignment import AlignmentBatch, directions_of, measure_alignment
+from iwopd.analysis.handoff import handoff_scores, text_of
+from iwopd.analysis.probe.alignment import REGIONS, AlignmentBatch, measure_alignment
 from iwopd.analysis.probe.inputs import Material, Pair
 from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import measure_drift, measure_likelihood, measure_positions, measure_top_k_overlap
-from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Probe, ProbeError, Rollouts
+from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Part, Probe, ProbeError, Rollouts
 from iwopd.analysis.probe.rules import measure_rules, probe_rules
 from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
 from iwopd.analysis.probe.settings import PARTS, ProbeSettings
 from iwopd.analysis.probe.verdict import judge
-from iwopd.eval.statistics import Interval, interval_over_problems
+from iwopd.eval.statistics import interval_over_problems
 from iwopd.lm import ResponseModel
 from iwopd.models import stop_ids
 from iwopd.rollout.engine import EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
-from iwopd.stages import Silent, StageListener
+from iwopd.stages import StageListener
 from iwopd.types import Rollout
 
 CHUNK_PROMPTS = 64
@@ -38,7 +38,7 @@ CHUNK_PROMPTS = 64
 
 def run_probe(pair: Pair, material: Material, settings: ProbeSettings, progress: StageListener | None = None) -> Probe:
     """Measure what can be measured, and say what cannot and why. The pair's teacher is let go of on the way."""
-    return _Run(pair, material, settings, progress or Silent()).finish()
+    return _Run(pair, material, settings, progress or StageListener()).finish()
 
 
 class _Run:
@@ -75,8 +75,6 @@ class _Run:
         bias, sentences = judge(probe, self.settings.gamma)
         return probe.model_copy(update={"bias": bias, "verdict": sentences})
 
-    # --- rollouts and scores ---
-
     def _sample(self) -> list[Rollout]:
         prompts = self.material.prompts
         rollouts = []
@@ -101,14 +99,12 @@ class _Run:
             self._miss([part for part in PARTS if part != "handoff"], reason)
         elif empty:
             self.notes.append(f"{empty} of {len(rollouts)} rollouts are empty; only the hand-off curve counts them")
+        limit = f"--max-tokens {self.settings.max_tokens}"
         if truncated == len(rollouts):
-            self.notes.append(
-                f"all rollouts were cut off at --max-tokens {self.settings.max_tokens}: positions are those of the cut "
-                "answers, and the student's own accuracy is unknown. Raise --max-tokens"
-            )
+            cut = "positions are those of the cut answers, and the student's own accuracy is unknown"
+            self.notes.append(f"all rollouts were cut off at {limit}: {cut}. Raise --max-tokens")
         elif truncated > 0.2 * len(rollouts):
-            limit = self.settings.max_tokens
-            self.notes.append(f"{truncated} of {len(rollouts)} rollouts were cut off at --max-tokens {limit}")
+            self.notes.append(f"{truncated} of {len(rollouts)} rollouts were cut off at {limit}")
         if len(self.material.prompts) < 2:
             self.notes.append("one prompt: there are no intervals")
         return Rollouts(
@@ -122,19 +118,13 @@ class _Run:
     def _score(self, answers: Sequence[Rollout]) -> Tokens | None:
         if not answers or all(part in self.missing for part in PARTS if part != "handoff"):
             return None
+        top_k = min(self.settings.top_k, self.pair.vocab_size)
         with self._stage("scores", len(answers)):
             try:
-                return score_tokens(
-                    self.student,
-                    self._lm(self.pair.teacher),
-                    answers,
-                    top_k=min(self.settings.top_k, self.pair.vocab_size),
-                    advance=self.progress.advance,
-                )
+                teacher = self._lm(self.pair.teacher)
+                return score_tokens(self.student, teacher, answers, top_k=top_k, advance=self.progress.advance)
             except algo.NonFiniteError as error:
                 raise ProbeError(f"the pair cannot be scored: {error}; the weights of one of them may hold NaN") from None
-
-    # --- parts ---
 
     def _handoff(self, rollouts: Sequence[Rollout], about: Rollouts) -> None:
         material, settings = self.material, self.settings
@@ -146,72 +136,52 @@ class _Run:
             return
         longest = max(len(rollout.prompt.token_ids) + len(rollout) for rollout in known) + settings.max_tokens
         opened = self._sampler(settings.teacher_engine, self.pair.teacher, longest)
+        asked: Any = {name: getattr(settings, name) for name in ("fractions", "continuations", "seed")}
         with self._stage("hand-off", len(known)):
             try:
                 with opened as sampler:
-                    scores = handoff_scores(
-                        known,
-                        sampler,
-                        self.pair.tokenizer,
-                        material.check,
-                        fractions=settings.fractions,
-                        continuations=settings.continuations,
-                        seed=settings.seed,
-                        advance=self.progress.advance,
-                    )
+                    tokenizer, advance = self.pair.tokenizer, self.progress.advance
+                    scores = handoff_scores(known, sampler, tokenizer, material.check, advance=advance, **asked)
             except (SamplingError, FloatingPointError) as error:
                 self._miss(["handoff"], f"the teacher cannot continue the student's prefixes: {error}")
                 return
-            own = self._own_scores(known)
+            texts = [text_of(self.pair.tokenizer, rollout.response_ids) for rollout in known]
+            verdicts = material.check([rollout.prompt for rollout in known], texts)
         numbers = number_prompts(known)
-        values = {fraction: by_prompt(score.mean(1), numbers) for fraction, score in scores.items()}
-        intervals = [interval_over_problems([values[fraction]]) for fraction in settings.fractions]
-        fall = values[settings.fractions[0]] - values[settings.fractions[-1]]
+        own = by_prompt(torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float64), numbers)
+        values = [by_prompt(scores[fraction].mean(1), numbers) for fraction in settings.fractions]
+        mean, low, high = zip(*(interval_over_problems([value]) for value in values), strict=True)
         cut_off = about.truncated == about.rollouts
         self.parts["handoff"] = Handoff(
             fractions=list(settings.fractions),
-            teacher=Curve(
-                mean=[interval.mean for interval in intervals],
-                low=[interval.low for interval in intervals],
-                high=[interval.high for interval in intervals],
-            ),
-            student=None if cut_off else _estimate(interval_over_problems([by_prompt(own, numbers)])),
-            fall=_estimate(interval_over_problems([fall], bounds=(-1.0, 1.0))),
-            problems=len(values[settings.fractions[0]]),
+            teacher=Curve(mean=list(mean), low=list(low), high=list(high)),
+            student=None if cut_off else Estimate(**interval_over_problems([own])._asdict()),
+            fall=Estimate(**interval_over_problems([values[0] - values[-1]], bounds=(-1.0, 1.0))._asdict()),
+            problems=len(own),
             continuations=settings.continuations,
         )
 
-    def _own_scores(self, rollouts: Sequence[Rollout]) -> Tensor:
-        assert self.material.check is not None  # asked before
-        decode = self.pair.tokenizer.decode
-        texts = [str(decode(rollout.response_ids, skip_special_tokens=True)) for rollout in rollouts]
-        verdicts = self.material.check([rollout.prompt for rollout in rollouts], texts)
-        return torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float64)
-
     def _measure(self, tokens: Tokens, answers: Sequence[Rollout]) -> None:
-        settings, bins = self.settings, self.settings.bins
+        settings, vocabulary, advance = self.settings, self.pair.vocab_size, self.progress.advance
         bootstrap = Bootstrap(tokens.prompts, seed=settings.seed)
         drift = measure_drift(tokens, bootstrap, settings.drift)
-        with self._stage("positions", 4):
-            if "positions" not in self.missing:
-                self.parts["positions"] = measure_positions(tokens, bootstrap, bins)
-                self.parts["drift"] = drift
-            self.progress.advance(1)
-            if "overlap" not in self.missing:
-                k, vocabulary = min(settings.top_k, self.pair.vocab_size), self.pair.vocab_size
-                self.parts["overlap"] = measure_top_k_overlap(tokens, bootstrap, bins, k=k, vocabulary=vocabulary)
-            self.progress.advance(1)
-            if "likelihood" not in self.missing:
-                self.parts["likelihood"] = measure_likelihood(tokens, bootstrap, bins)
-            self.progress.advance(1)
-            if "rules" not in self.missing:
-                self.parts["rules"] = measure_rules(tokens, bootstrap, bins, self.rules)
-            self.progress.advance(1)
+        given = (tokens, bootstrap, settings.bins)
+        measures: dict[str, Callable[[], Part]] = {
+            "positions": lambda: measure_positions(*given),
+            "overlap": lambda: measure_top_k_overlap(*given, k=min(settings.top_k, vocabulary), vocabulary=vocabulary),
+            "likelihood": lambda: measure_likelihood(*given),
+            "rules": lambda: measure_rules(*given, self.rules),
+        }
+        with self._stage("positions", len(measures)):
+            for part, measure in measures.items():
+                if part not in self.missing:
+                    self.parts[part] = measure()
+                advance(1)
+        if "positions" in self.parts:
+            self.parts["drift"] = drift
         if "alignment" not in self.missing and (batches := self._batches(tokens, answers)):
-            with self._stage("alignment", len(batches) * directions_of(self.rules)):
-                self.parts["alignment"] = measure_alignment(
-                    self.student, batches, self.rules, drift, advance=self.progress.advance
-                )
+            with self._stage("alignment", len(batches) * (len(self.rules) + len(REGIONS))):
+                self.parts["alignment"] = measure_alignment(self.student, batches, self.rules, drift, advance)
 
     def _batches(self, tokens: Tokens, answers: Sequence[Rollout]) -> list[AlignmentBatch]:
         """Batches of different prompts that have solutions, all rollouts of a prompt in one batch."""
@@ -233,18 +203,10 @@ class _Run:
         rollouts = [answers[row] for row in rows]
         width = max(len(rollout) for rollout in rollouts)
         prompts = {rollout.prompt.id: torch.tensor(rollout.prompt.token_ids) for rollout in rollouts}
-        return AlignmentBatch(
-            rollouts,
-            Evidence(
-                tokens.teacher_logprobs[rows, :width],
-                tokens.student_logprobs[rows, :width],
-                tokens.mask[rows, :width],
-                progress=0.0,
-            ),
-            [(ids, torch.tensor(self.material.solutions[id_])) for id_, ids in prompts.items()],
-        )
-
-    # --- small things ---
+        solutions = [(ids, torch.tensor(self.material.solutions[id_])) for id_, ids in prompts.items()]
+        values = (tokens.teacher_logprobs, tokens.student_logprobs, tokens.mask)
+        teacher, student, mask = (value[rows, :width] for value in values)
+        return AlignmentBatch(rollouts, Evidence(teacher, student, mask, progress=0.0), solutions)
 
     def _lm(self, model: Any) -> ResponseModel:
         return ResponseModel(model, temperature=self.settings.temperature, vocab_size=self.pair.vocab_size)
@@ -279,7 +241,3 @@ def by_prompt(values: Tensor, numbers: Sequence[int]) -> Tensor:
 def _empty(rollout: Rollout) -> bool:
     """Nothing but the end-of-sequence token."""
     return rollout.stop_reason == "eos" and len(rollout) == 1
-
-
-def _estimate(interval: Interval) -> Estimate:
-    return Estimate(mean=interval.mean, low=interval.low, high=interval.high)

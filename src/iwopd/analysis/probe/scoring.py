@@ -36,7 +36,6 @@ class Tokens:
     kl: Tensor
     """KL(student || teacher) of the next-token distributions."""
     shared: Tensor
-    """Top-k overlap."""
     same_first: Tensor
 
     @cached_property

@@ -21,14 +21,12 @@ class ProbeSettings:
 
     max_tokens: int
     """Longest answer of the student, and longest continuation."""
-    samples: int = 1
-    """Rollouts a prompt."""
+    samples: int = 1  # rollouts per prompt
     temperature: float = 1.0
     """Of sampling and of all log-probs."""
     seed: int = 0
     fractions: tuple[float, ...] = FRACTIONS
-    continuations: int = 4
-    """Continuations of each prefix."""
+    continuations: int = 4  # of each prefix
     bins: int = 10
     top_k: int = 5
     drift: float = DRIFT
@@ -36,20 +34,19 @@ class ProbeSettings:
     gamma: float = 0.5
     """Of IW-OPD, for the verdict."""
     batches: int = 8
-    batch_prompts: int = 32
-    """Prompts of each batch of the gradient alignment."""
+    batch_prompts: int = 32  # of each batch of the gradient alignment
     skip: frozenset[str] = frozenset()
     rules: tuple[str, ...] = ()
     """Further rules, as `name:param=value,...`."""
     engine: EngineChoice = LOCAL
-    """Writes the student's rollouts."""
     teacher_engine: EngineChoice = LOCAL
-    """Writes the teacher's continuations."""
+    """Which engines write the student's rollouts and the teacher's continuations."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "samples", "continuations", "bins", "top_k", "batches", "batch_prompts"):
             if getattr(self, name) < 1:
-                raise ProbeError(f"{option(name)} must be at least 1, got {getattr(self, name)}")
+                option = {"batch_prompts": "batch-size"}.get(name, name.replace("_", "-"))
+                raise ProbeError(f"--{option} must be at least 1, got {getattr(self, name)}")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ProbeError(
                 f"--temperature must be positive, got {self.temperature}: log-probs are taken at it, and greedy answers are "
@@ -59,10 +56,11 @@ class ProbeSettings:
             raise ProbeError(f"--drift must be positive (nats), got {self.drift}")
         if not (self.gamma >= 0 and math.isfinite(self.gamma)):
             raise ProbeError(f"--gamma must not be negative, got {self.gamma}")
+        shown = ", ".join(f"{fraction:g}" for fraction in self.fractions) or "none"
         if not self.fractions or not all(0 <= fraction < 1 for fraction in self.fractions):
-            raise ProbeError(f"--fractions must lie in [0, 1), got {', '.join(f'{f:g}' for f in self.fractions) or 'none'}")
+            raise ProbeError(f"--fractions must lie in [0, 1), got {shown}")
         if list(self.fractions) != sorted(set(self.fractions)):
-            raise ProbeError(f"--fractions must rise, got {', '.join(f'{f:g}' for f in self.fractions)}")
+            raise ProbeError(f"--fractions must rise, got {shown}")
         for part in sorted(self.skip):
             if part not in PARTS:
                 raise ProbeError(f"--skip names {part!r}; the parts are {', '.join(PARTS)}")
@@ -71,8 +69,3 @@ class ProbeSettings:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         engines = {"engine": self.engine.name, "teacher_engine": self.teacher_engine.name}
         return plain | engines | {"fractions": list(self.fractions), "skip": sorted(self.skip), "rules": list(self.rules)}
-
-
-def option(name: str) -> str:
-    """A setting as the command line calls it."""
-    return {"batch_prompts": "--batch-size"}.get(name, f"--{name.replace('_', '-')}")

@@ -42,14 +42,14 @@ def _from_handoff(handoff: Handoff) -> tuple[Bias, list[str]]:
     if start is None or end is None or fall.mean is None or fall.low is None or fall.high is None:
         return "unclear", ["The hand-off curve has no interval: give more prompts with answers."]
     student = None if handoff.student is None else handoff.student.mean
-    alone = "by itself" if first == 0 else f"after the first {_percent(first)} of the student's answer"
-    curve = f"The teacher is right {_percent(start)} of the time {alone} and {_percent(end)} after the first {_percent(last)} "
-    curve += f"of the student's answer: {_points(fall)}"
-    curve += f"; the student alone reaches {_percent(student)}." if student is not None else "."
     if student is not None and start - student < TEACHER_LEAD:
         text = f"The teacher is right {_percent(start)} of the time, the student {_percent(student)}: a teacher that is no "
         text += "better has no lead that the student's prefixes could cost. Check the pair, the prompts and --max-tokens."
         return "unclear", [text]
+    alone = "by itself" if first == 0 else f"after the first {_percent(first)} of the student's answer"
+    curve = f"The teacher is right {_percent(start)} of the time {alone} and {_percent(end)} after the first {_percent(last)} "
+    curve += f"of the student's answer: {100 * fall.mean:.0f} points less ({_range(fall)})"
+    curve += f"; the student alone reaches {_percent(student)}." if student is not None else "."
     if fall.low > 0 and fall.mean >= STRONG_FALL:
         return "strong", [f"The position bias is strong. {curve}"]
     if fall.low > 0 and fall.mean >= SOME_FALL:
@@ -102,27 +102,23 @@ def _drift(probe: Probe) -> list[str]:
 def _gamma(probe: Probe, gamma: float) -> list[str]:
     """What IW-OPD would change, and whether it is the gap that helps or the position alone."""
     sentences = []
-    effects = {rule.key: rule for rule in probe.rules.rules} if probe.rules is not None else {}
+    effects = {rule.key: rule.first_30.mean for rule in probe.rules.rules} if probe.rules is not None else {}
     key = iw_key(gamma)
     if key in effects:
-        before, after = effects["opd"].first_30.mean, effects[key].first_30.mean
-        sentences.append(
-            f"IW-OPD with gamma {gamma:g} would move the share of the update on the first 30 % of the tokens from "
-            f"{_percent(before)} to {_percent(after)}."
-        )
+        change = f"from {_percent(effects['opd'])} to {_percent(effects[key])}"
+        share = "the share of the update on the first 30 % of the tokens"
+        sentences.append(f"IW-OPD with gamma {gamma:g} would move {share} {change}.")
     found = {rule.key: rule for rule in probe.alignment.rules} if probe.alignment is not None else {}
-    if key in found and found[key].gain is not None:
-        sentences.append(_gain(found, key, gamma))
+    if key in found and (gain := found[key].gain) is not None:
+        sentences.append(_gain(found, key, gain, gamma))
     return sentences
 
 
-def _gain(found: dict[str, Aligned], key: str, gamma: float) -> str:
-    gain, plain = found[key].gain, found["opd"].cosine
-    assert gain is not None  # asked before
+def _gain(found: dict[str, Aligned], key: str, gain: Estimate, gamma: float) -> str:
     if gain.low is None or gain.high is None:
-        return (
-            f"IW-OPD's cosine with the way to correct solutions differs from OPD's by {_signed(gain)} (one batch: no interval)."
-        )
+        what = "IW-OPD's cosine with the way to correct solutions"
+        return f"{what} differs from OPD's by {_signed(gain)} (one batch: no interval)."
+    plain = found["opd"].cosine
     change = "raises" if gain.low > 0 else "lowers" if gain.high < 0 else "does not clearly change"
     text = f"IW-OPD with gamma {gamma:g} {change} the update's cosine with the way to correct solutions (OPD {_signed(plain)}, "
     text += f"change {_signed(gain)})."
@@ -150,14 +146,5 @@ def _range(estimate: Estimate) -> str:
     return f"{100 * estimate.low:.0f} to {100 * estimate.high:.0f}"
 
 
-def _points(fall: Estimate) -> str:
-    assert fall.mean is not None  # asked before
-    return f"{100 * fall.mean:.0f} points less ({_range(fall)})"
-
-
-def _signed(estimate: Estimate | None) -> str:
-    if estimate is None or estimate.mean is None:
-        return "?"
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.mean:+.3f}"
-    return f"{estimate.mean:+.3f} ± {(estimate.high - estimate.low) / 2:.3f}"
+def _signed(estimate: Estimate) -> str:
+    return estimate.plus_minus(sign="+", nothing="?")

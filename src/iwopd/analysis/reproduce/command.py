@@ -35,9 +35,10 @@ def reproduce(options: argparse.Namespace, console: Console) -> list[Section]:
     items = _chosen(options.items)
     runs = _runs(options)
     variants = list({id(variant): variant for item in items for variant in item.variants}.values())
-    _train_models(runs, variants, need_pair=any(item.needs_probe for item in items))
+    probed = any(item.needs_probe for item in items)
+    _train_models(runs, variants, need_pair=probed)
     run_all(runs.all_planned(variants), at_a_time=options.jobs, console=console)
-    probes = {lineage: _probe(runs, lineage) for lineage in runs.lineages} if any(i.needs_probe for i in items) else {}
+    probes = {lineage: _probe(runs, lineage) for lineage in runs.lineages} if probed else {}
     sections = [item.section(runs, probes) for item in items]
     for section in sections:
         print_section(section, console)
@@ -55,9 +56,8 @@ def as_record(sections: Sequence[Section]) -> dict[str, Any]:
 
 
 def _chosen(names: Sequence[str]) -> list[Item]:
-    wanted = (
-        [key for key in ITEMS if key.startswith("p")] if "all" in names else list(dict.fromkeys(name.lower() for name in names))
-    )
+    paper = [key for key in ITEMS if key.startswith("p")]
+    wanted = paper if "all" in names else list(dict.fromkeys(name.lower() for name in names))
     for name in wanted:
         if name not in ITEMS:
             raise ReproduceError(f"unknown item {name!r}; there are {', '.join(ITEMS)}, and all for p1 to p10")
@@ -72,16 +72,10 @@ def _runs(options: argparse.Namespace) -> Runs:
         raise ReproduceError(f"--steps must be a multiple of ten from 20 on (evaluations are every ten), got {options.steps}")
     if options.world not in tiny.WORLDS:
         raise ReproduceError(f"unknown world {options.world!r}; choose from {', '.join(tiny.WORLDS)}")
-    return Runs(
-        root=options.out,
-        world=options.world,
-        lineages=range(options.first_lineage, options.first_lineage + options.lineages),
-        seeds=range(options.first_seed, options.first_seed + options.seeds),
-        steps=options.steps,
-        lr=options.lr,
-        prompts_per_step=options.prompts_per_step,
-        problems=options.problems,
-    )
+    lineages = range(options.first_lineage, options.first_lineage + options.lineages)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    same: Any = {name: getattr(options, name) for name in ("world", "steps", "lr", "prompts_per_step", "problems")}
+    return Runs(options.out, lineages=lineages, seeds=seeds, **same)
 
 
 def _train_models(runs: Runs, variants: Sequence[Variant], *, need_pair: bool) -> None:

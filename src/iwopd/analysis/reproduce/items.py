@@ -34,6 +34,20 @@ from iwopd.analysis.reproduce.variants import (
 SIZES = ("small", "medium", "large")
 RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Learning rates that `own` tries, as multiples of --lr."""
+PAPER = {
+    "p1": "Fig. 1a: the first 30 % match full OPD, the last 30 % barely learn",
+    "p2": "Fig. 1b: the teacher's accuracy falls towards the student's as the prefix grows",
+    "p3": "Fig. 2a, Tab. 1-3: faster at step 10, at least as high at the end",
+    "p4": "Fig. 2b: the advantage grows with the teacher/student size ratio",
+    "p5": "Fig. 3a-b: falls and plateaus above zero",
+    "p6": "Fig. 3c: falls faster under the teacher",
+    "p7": "Fig. 4a-c: sensitive to alpha; signed sums rebound",
+    "p8": "Tab. 4: share > curriculum > linear > fixed > OPD; unsigned > signed; blend > surrogate only > ideal",
+    "p9": "Tab. 7: the weights add on top of ExOPD",
+    "p10": "Tab. 1-2: under OPD the stronger teacher is behind at step 10 and ahead at the end; IW-OPD removes the deficit",
+    "own": "not in the paper: weights that fall with the nats already lost, not with their share",
+}
+"""What the paper shows, and where."""
 Probes = Mapping[int, Probe]
 """Results of `iwopd probe` by lineage."""
 
@@ -44,16 +58,32 @@ class Item:
 
     key: str
     title: str
-    paper: str
     variants: Sequence[Variant]
-    read: Callable[[Item, Runs, Probes], Section]
-    needs_probe: bool = False
+    read: Read
+
+    @property
+    def needs_probe(self) -> bool:
+        return not self.variants
 
     def section(self, runs: Runs, probes: Probes) -> Section:
         return self.read(self, runs, probes)
 
     def make(self, tables: Sequence[Table], words: Sequence[str], **numbers: Any) -> Section:
-        return Section(self.key, self.title, self.paper, tables, words, numbers)
+        return Section(self.key, self.title, PAPER[self.key], tables, words, numbers)
+
+
+Read = Callable[[Item, Runs, Probes], Section]
+ITEMS: dict[str, Item] = {}
+
+
+def _item(key: str, title: str, *variants: Variant) -> Callable[[Read], Read]:
+    """Register the decorated function: it reads an item's section off the runs of its variants, or off the probes."""
+
+    def register(read: Read) -> Read:
+        ITEMS[key] = Item(key, title, variants, read)
+        return read
+
+    return register
 
 
 def _steps(runs: Runs) -> list[int]:
@@ -80,19 +110,17 @@ def _comparison(runs: Runs, variants: Sequence[Variant], baseline: Variant) -> t
     return Table(["method", *(f"step {step}" for step in steps), *differences, "p"], rows), numbers
 
 
+@_item("p1", "first or last 30 % of the tokens", OPD, PREFIX, SUFFIX)
 def _p1(item: Item, runs: Runs, probes: Probes) -> Section:
     table, numbers = _comparison(runs, item.variants, OPD)
-    last = runs.steps
     base = runs.accuracy(OPD, 0)
-    suffix, prefix = runs.effect(SUFFIX, OPD, last), runs.effect(PREFIX, OPD, last)
-    words = [
-        f"Base {show(base)}. " + in_words("Prefix-30 minus OPD at the last step", prefix),
-        in_words("Suffix-30 minus OPD at the last step", suffix)
-        + f" Suffix-30 ends {runs.accuracy(SUFFIX, last).mean - base.mean:+.1f} points from the base.",
-    ]
+    prefix, suffix = (_at_the_end(runs, variant, OPD) for variant in (PREFIX, SUFFIX))
+    far = runs.accuracy(SUFFIX, runs.steps).mean - base.mean
+    words = [f"Base {show(base)}. {prefix}", f"{suffix} Suffix-30 ends {far:+.1f} points from the base."]
     return item.make([table], words, methods=numbers)
 
 
+@_item("p2", "hand-off")
 def _p2(item: Item, runs: Runs, probes: Probes) -> Section:
     rows, falls, fractions = [], [], []
     for lineage, probe in probes.items():
@@ -108,20 +136,25 @@ def _p2(item: Item, runs: Runs, probes: Probes) -> Section:
     return item.make([Table(columns, rows)], words, falls=[fall.mean for fall in falls])
 
 
+def _at_the_end(runs: Runs, variant: Variant, baseline: Variant) -> str:
+    return in_words(f"{variant.title} minus {baseline.title} at the last step", runs.effect(variant, baseline, runs.steps))
+
+
 def _percent(value: float | None) -> float:
     return float("nan") if value is None else 100.0 * value
 
 
+@_item("p3", "IW-OPD against OPD", OPD, IW_OPD, OPD_FASTER, IW_MEAN_ONE)
 def _p3(item: Item, runs: Runs, probes: Probes) -> Section:
     table, numbers = _comparison(runs, item.variants, OPD)
-    words = [
-        in_words(f"IW-OPD minus OPD at step {step}", runs.effect(IW_OPD, OPD, step)) for step in (_steps(runs)[0], runs.steps)
-    ]
+    steps = (_steps(runs)[0], runs.steps)
+    words = [in_words(f"IW-OPD minus OPD at step {step}", runs.effect(IW_OPD, OPD, step)) for step in steps]
     words.append(in_words("Control, OPD at 1.25 x lr minus OPD at the last step", runs.effect(OPD_FASTER, OPD, runs.steps)))
     words.append(in_words("IW-OPD minus OPD at 1.25 x lr at the last step", runs.effect(IW_OPD, OPD_FASTER, runs.steps)))
     return item.make([table], words, methods=numbers)
 
 
+@_item("p4", "size ratio", *(sized(variant, size) for size in SIZES for variant in (OPD, IW_OPD)))
 def _p4(item: Item, runs: Runs, probes: Probes) -> Section:
     first, last = _steps(runs)[0], runs.steps
     rows, numbers = [], {}
@@ -134,14 +167,13 @@ def _p4(item: Item, runs: Runs, probes: Probes) -> Section:
     columns = ["student", "base", "OPD", "IW-OPD", f"difference, {first}", f"difference, {last}"]
     grows = numbers["small"]["late"].mean > numbers["medium"]["late"].mean > numbers["large"]["late"].mean
     apart = numbers["small"]["late"].low > numbers["large"]["late"].high
-    words = [
-        "The smaller the student, the larger the size ratio. "
-        + ("The differences are ordered as in the paper" if grows else "The differences are not ordered as in the paper")
-        + (", and the ends are apart." if apart else ", and their intervals overlap: no trend is established.")
-    ]
+    order = f"The differences are {'' if grows else 'not '}ordered as in the paper"
+    ends = "the ends are apart." if apart else "their intervals overlap: no trend is established."
+    words = [f"The smaller the student, the larger the size ratio. {order}, and {ends}"]
     return item.make([Table(columns, rows)], words, sizes=numbers)
 
 
+@_item("p5", "KL during training", OPD, IW_OPD)
 def _p5(item: Item, runs: Runs, probes: Probes) -> Section:
     columns = ["method", "first step", "a quarter", "half", "last tenth", "fall"]
     rows, numbers = [], {}
@@ -155,6 +187,7 @@ def _p5(item: Item, runs: Runs, probes: Probes) -> Section:
     return item.make([Table(columns, rows)], words, kl=numbers)
 
 
+@_item("p6", "likelihood of prefixes")
 def _p6(item: Item, runs: Runs, probes: Probes) -> Section:
     rows = []
     for lineage, probe in probes.items():
@@ -165,49 +198,52 @@ def _p6(item: Item, runs: Runs, probes: Probes) -> Section:
     return item.make([Table(["lineage", "student", "teacher", "teacher minus student"], rows)], words)
 
 
+@_item("p7", "ideal ratio weights", OPD, *IDEAL, method("signed"), IW_OPD)
 def _p7(item: Item, runs: Runs, probes: Probes) -> Section:
     table, numbers = _comparison(runs, item.variants, OPD)
     worst = min(IDEAL, key=lambda variant: runs.accuracy(variant, runs.steps).mean)
     best = max(IDEAL, key=lambda variant: runs.accuracy(variant, runs.steps).mean)
-    words = [in_words(f"{worst.title} minus {best.title} at the last step", runs.effect(worst, best, runs.steps))]
-    words.append(in_words("Signed minus unsigned (IW-OPD) at the last step", runs.effect(method("signed"), IW_OPD, runs.steps)))
-    return item.make([table], words, methods=numbers)
+    signs = in_words("Signed minus unsigned (IW-OPD) at the last step", runs.effect(method("signed"), IW_OPD, runs.steps))
+    return item.make([table], [_at_the_end(runs, worst, best), signs], methods=numbers)
 
 
+@_item("p8", "ablations", OPD, *ABLATIONS, SURVIVAL)
 def _p8(item: Item, runs: Runs, probes: Probes) -> Section:
     table, numbers = _comparison(runs, item.variants, OPD)
     apart = [v.title for v in item.variants if v is not OPD and established(runs.effect(v, OPD, runs.steps))]
     found = ", ".join(apart) if apart else "none"
     chance = f"With {len(item.variants) - 1} comparisons one in twenty would be by chance."
     words = [f"Different from OPD at the last step, taken one by one: {found}. {chance}"]
-    ours = "iw-opd"
-    order = [("curriculum", "linear-decay"), ("linear-decay", "fixed-prefix"), (ours, "signed"), (ours, "surrogate-only")]
-    for better, worse in order:
+    by_position = [("curriculum", "linear-decay"), ("linear-decay", "fixed-prefix")]
+    for better, worse in (*by_position, ("iw-opd", "signed"), ("iw-opd", "surrogate-only")):
         effect = runs.effect(method(better), method(worse), runs.steps)
         words.append(in_words(f"{method(better).title} minus {method(worse).title}", effect))
     return item.make([table], words, methods=numbers)
 
 
+@_item("p9", "ExOPD", EXOPD, IW_EXOPD)
 def _p9(item: Item, runs: Runs, probes: Probes) -> Section:
     table, numbers = _comparison(runs, item.variants, EXOPD)
-    words = [in_words("IW-ExOPD minus ExOPD at the last step", runs.effect(IW_EXOPD, EXOPD, runs.steps))]
-    return item.make([table], words, methods=numbers)
+    return item.make([table], [_at_the_end(runs, IW_EXOPD, EXOPD)], methods=numbers)
 
 
+@_item("p10", "stronger and weaker teacher", *(taught(v, teacher) for teacher in ("weak", "strong") for v in (OPD, IW_OPD)))
 def _p10(item: Item, runs: Runs, probes: Probes) -> Section:
     first, last = _steps(runs)[0], runs.steps
     rows = [[variant.title, *(show(runs.accuracy(variant, step)) for step in (first, last))] for variant in item.variants]
-    words = [
-        in_words(
-            f"{who.title}, strong minus weak teacher at step {step}",
-            runs.effect(taught(who, "strong"), taught(who, "weak"), step),
-        )
-        for who in (OPD, IW_OPD)
-        for step in (first, last)
-    ]
+    words = []
+    for who in (OPD, IW_OPD):
+        for step in (first, last):
+            effect = runs.effect(taught(who, "strong"), taught(who, "weak"), step)
+            words.append(in_words(f"{who.title}, strong minus weak teacher at step {step}", effect))
     return item.make([Table(["method", f"step {first}", f"step {last}"], rows)], words)
 
 
+@_item(
+    "own",
+    "survival weights, every method at several learning rates",
+    *(faster(variant, factor) for variant in (OPD, IW_OPD, SURVIVAL) for factor in RATES),
+)
 def _own(item: Item, runs: Runs, probes: Probes) -> Section:
     table, numbers = _comparison(runs, item.variants, OPD)
     first, last = _steps(runs)[0], runs.steps
@@ -229,70 +265,3 @@ def _own(item: Item, runs: Runs, probes: Probes) -> Section:
     words.append(f"The best of {len(RATES)} learning rates is chosen on these very runs, for every method.")
     shown = [v.title for method in (OPD, IW_OPD, SURVIVAL) for v in (method, best(method, last))]
     return item.make([table], words, methods=numbers, shown=list(dict.fromkeys(shown)))
-
-
-ITEMS: Mapping[str, Item] = {
-    item.key: item
-    for item in (
-        Item(
-            "p1",
-            "first or last 30 % of the tokens",
-            "Fig. 1a: the first 30 % match full OPD, the last 30 % barely learn",
-            (OPD, PREFIX, SUFFIX),
-            _p1,
-        ),
-        Item(
-            "p2",
-            "hand-off",
-            "Fig. 1b: the teacher's accuracy falls towards the student's as the prefix grows",
-            (),
-            _p2,
-            needs_probe=True,
-        ),
-        Item(
-            "p3",
-            "IW-OPD against OPD",
-            "Fig. 2a, Tab. 1-3: faster at step 10, at least as high at the end",
-            (OPD, IW_OPD, OPD_FASTER, IW_MEAN_ONE),
-            _p3,
-        ),
-        Item(
-            "p4",
-            "size ratio",
-            "Fig. 2b: the advantage grows with the teacher/student size ratio",
-            tuple(sized(v, size) for size in SIZES for v in (OPD, IW_OPD)),
-            _p4,
-        ),
-        Item("p5", "KL during training", "Fig. 3a-b: falls and plateaus above zero", (OPD, IW_OPD), _p5),
-        Item("p6", "likelihood of prefixes", "Fig. 3c: falls faster under the teacher", (), _p6, needs_probe=True),
-        Item(
-            "p7",
-            "ideal ratio weights",
-            "Fig. 4a-c: sensitive to alpha; signed sums rebound",
-            (OPD, *IDEAL, method("signed"), IW_OPD),
-            _p7,
-        ),
-        Item(
-            "p8",
-            "ablations",
-            "Tab. 4: share > curriculum > linear > fixed > OPD; unsigned > signed; blend > surrogate only > ideal",
-            (OPD, *ABLATIONS, SURVIVAL),
-            _p8,
-        ),
-        Item("p9", "ExOPD", "Tab. 7: the weights add on top of ExOPD", (EXOPD, IW_EXOPD), _p9),
-        Item(
-            "p10",
-            "stronger and weaker teacher",
-            "Tab. 1-2: under OPD the stronger teacher is behind at step 10 and ahead at the end; IW-OPD removes the deficit",
-            tuple(taught(v, teacher) for teacher in ("weak", "strong") for v in (OPD, IW_OPD)),
-            _p10,
-        ),
-        Item(
-            "own",
-            "survival weights, every method at several learning rates",
-            "not in the paper: weights that fall with the nats already lost, not with their share",
-            tuple(faster(variant, factor) for variant in (OPD, IW_OPD, SURVIVAL) for factor in RATES),
-            _own,
-        ),
-    )
-}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from iwopd.analysis.reproduce.variants import Variant
 from iwopd.config import Config, make_config
-from iwopd.eval.statistics import Interval, crossed, interval_over_problems, sign_flip_p
+from iwopd.eval.statistics import Crossed, Interval, crossed, interval_over_problems, sign_flip_p
 from iwopd.runs.identity import run_key
 from iwopd.runs.reading import Run
 from iwopd.train.many import PlannedRun
@@ -70,10 +70,10 @@ class Runs:
 
     def all_planned(self, variants: Iterable[Variant]) -> list[PlannedRun]:
         """All runs of these variants, each once; an interrupted sweep has some seeds of every method."""
-        every = [self.planned(variant, lineage, seed) for lineage, seed in self.members for variant in variants]
         found: dict[Path, PlannedRun] = {}
-        for run in every:
-            found.setdefault(run.folder, run)
+        for lineage, seed in self.members:
+            for run in (self.planned(variant, lineage, seed) for variant in variants):
+                found.setdefault(run.folder, run)
         return list(found.values())
 
     def scores(self, variant: Variant, step: int) -> Tensor:

@@ -21,17 +21,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """What came out for one of the paper's phenomena."""
+    """What the paper shows of one of its phenomena, what ours shows, and the numbers for machines and figures."""
 
     key: str
     title: str
     paper: str
-    """What the paper shows, and where."""
     tables: Sequence[Table]
     words: Sequence[str]
     """What ours shows, in sentences made from the numbers."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """The same for machines, and for figures."""
 
 
 def show(interval: Interval) -> str:
@@ -52,12 +50,9 @@ def established(effect: Effect) -> bool:
 
 
 def in_words(what: str, effect: Effect) -> str:
-    mean = effect.interval.mean
-    verdict = (
-        ("established" if mean > 0 else "established, the other way round")
-        if established(effect)
-        else "not distinguishable from zero"
-    )
+    verdict = "not distinguishable from zero"
+    if established(effect):
+        verdict = "established" if effect.interval.mean > 0 else "established, the other way round"
     return f"{what}: {signed(effect)} points over {effect.runs} runs (p {p(effect)}): {verdict}."
 
 
@@ -78,11 +73,6 @@ def print_section(section: Section, console: Console) -> None:
 def markdown(section: Section) -> str:
     lines = [f"### {section.key.upper()}: {section.title}", "", f"*Paper: {section.paper}*", ""]
     for table in section.tables:
-        lines += [
-            "| " + " | ".join(table.columns) + " |",
-            "| --- |" + " ---: |" * (len(table.columns) - 1),
-            *("| " + " | ".join(row) + " |" for row in table.rows),
-            "",
-        ]
-    lines += [*section.words, ""]
-    return "\n".join(lines)
+        ruler = ["---", *["---:"] * (len(table.columns) - 1)]
+        lines += [f"| {' | '.join(row)} |" for row in (table.columns, ruler, *table.rows)] + [""]
+    return "\n".join([*lines, *section.words, ""])

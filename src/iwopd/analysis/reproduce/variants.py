@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from iwopd.methods import METHODS, TITLES
-
-ALPHAS = (1.0, 0.1, 0.01, 0.001)
-"""Of Fig. 4a."""
+from iwopd.methods import ALPHAS, METHODS, TITLES
 
 
 @dataclass(frozen=True)
@@ -22,47 +19,29 @@ class Variant:
     models: Mapping[str, str] = field(default_factory=dict)
 
 
-def method(name: str, **change: Any) -> Variant:
-    """One of the paper's methods."""
-    return Variant(TITLES[name], METHODS[name], **change)
-
-
-def iw(gamma: float, **params: Any) -> Variant:
-    """IW-OPD at another gamma."""
-    extra = "".join(f", {name} {value}" for name, value in params.items())
-    section = {"weights": "cumulative-share", "params": {"gamma": gamma, **params}}
-    return Variant(f"IW-OPD, gamma {gamma:g}{extra}", section)
+def method(name: str) -> Variant:
+    return Variant(TITLES[name], METHODS[name])
 
 
 OPD, IW_OPD = method("opd"), method("iw-opd")
 PREFIX, SUFFIX = method("prefix-30"), method("suffix-30")
-OPD_FASTER = Variant("OPD, lr x 1.25", METHODS["opd"], lr_factor=1.25)
 IW_MEAN_ONE = Variant(
     "IW-OPD, weights of mean one", {"weights": "cumulative-share", "params": {"gamma": 0.5, "normalize": "mean-one"}}
 )
 IDEAL = tuple(Variant(f"Ideal weight, alpha {alpha:g}", {"weights": "ideal", "params": {"alpha": alpha}}) for alpha in ALPHAS)
 ABLATIONS = tuple(
     method(name)
-    for name in (
-        "fixed-prefix",
-        "linear-decay",
-        "curriculum",
-        "ideal",
-        "ideal-blend",
-        "signed",
-        "surrogate-only",
-        "iw-opd",
-    )
+    for name in ("fixed-prefix", "linear-decay", "curriculum", "ideal", "ideal-blend", "signed", "surrogate-only", "iw-opd")
 )
-EXOPD, IW_EXOPD = method("exopd"), method("iw-exopd")
-
-
-SURVIVAL = method("survival")
+EXOPD, IW_EXOPD, SURVIVAL = method("exopd"), method("iw-exopd"), method("survival")
 
 
 def faster(variant: Variant, factor: float) -> Variant:
     """The same at another learning rate."""
     return variant if factor == 1 else Variant(f"{variant.title}, lr x {factor:g}", variant.method, factor, variant.models)
+
+
+OPD_FASTER = faster(OPD, 1.25)
 
 
 def sized(variant: Variant, student: str) -> Variant:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from iwopd.report.charts import Panel
 from iwopd.report.gathering import ProbeView, ReportData
-from iwopd.report.panel import Panel
 from iwopd.report.panels import (
     alignment,
     disagreement,
@@ -41,19 +41,10 @@ def build_panels(data: ReportData, *, charts_only: bool = False) -> list[Panel]:
 
 
 def _section(view: ProbeView, place: int) -> Panel:
-    plain = replace(view, style=0, alone=True)
+    plain = [replace(view, style=0, alone=True)]
     suffix = f"-probe-{place}"
-    return Panel(
-        f"probe-{place}",
-        f"Probe: {view.label}",
-        "",
-        (
-            *handoff.charts([plain], suffix=suffix),
-            *disagreement.charts([plain], suffix),
-            *likelihood.charts([plain], suffix),
-            *weights.charts([plain], suffix),
-            *alignment.charts([plain], suffix),
-        ),
-        "verdict.html.j2",
-        {"cards": [verdict.card(view, named=False)], "columns": (), "several": False},
-    )
+    charts = handoff.charts(plain, suffix=suffix)
+    for module in (disagreement, likelihood, weights, alignment):
+        charts += module.charts(plain, suffix)
+    context = {"cards": [verdict.card(view, named=False)], "columns": (), "several": False}
+    return Panel(f"probe-{place}", f"Probe: {view.label}", "", tuple(charts), "verdict.html.j2", context)

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from iwopd.report.charts import NEUTRAL, Axis, Chart, Series
+from iwopd.report.charts import NEUTRAL, Axis, Chart, Panel, Series, chart_panel
 from iwopd.report.gathering import ProbeView, ReportData
-from iwopd.report.panel import Panel
 from iwopd.report.probes import along_chart, counted, curve_series, having, middles, one_each
 
 SECOND = 2
 """The dash of the second of two curves in one colour."""
+NATS = Axis("nats per token", zero=True)
+CURVES = {
+    ("abs_gap", "gap", "Disagreement |gap|", NATS, "mean |gap|"): (
+        "Mean of |lp_T − lp₀| on the student's own tokens. It shows how much the two disagree, not which of them is right."
+    ),
+    ("kl", "kl", "KL from student to teacher", NATS, "mean KL"): (
+        "Over the whole vocabulary, before the token is drawn, so without the luck of sampling. Low values late in an answer "
+        "may mean that the teacher follows the student into a mistake."
+    ),
+    ("share", "share", "Share of the discrepancy", Axis("of all |gap|", percent=True, zero=True), "share"): (
+        "Each part's share of the total of |gap|{halves}. A share says where the signal of plain OPD goes, not what it is "
+        "worth there."
+    ),
+}
+"""Curve of the result, id, title, axis and label: caption."""
 
 
 def build(data: ReportData) -> Panel | None:
     drawn = charts(data.compared)
-    if not drawn:
-        return None
-    return Panel(
-        "disagreement",
-        "Where they disagree",
+    lead = (
         "Before training: where in the student's answers do student and teacher part? Every answer is cut into equal parts, "
-        f"and each part's tokens are averaged over {counted(data.compared)}. Averages hide where single answers drift.",
-        tuple(drawn),
+        f"and each part's tokens are averaged over {counted(data.compared)}. Averages hide where single answers drift."
     )
+    return chart_panel("disagreement", "Where they disagree", lead, drawn)
 
 
 def charts(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
@@ -33,56 +43,23 @@ def charts(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
 
 def _positions(views: Sequence[ProbeView], suffix: str) -> list[Chart]:
     parts = dict(having(views, "positions"))
-    if not parts:
-        return []
-    shown = list(parts)
-
-    def curves(name: str, label: str, scale: float = 1.0) -> tuple[Series, ...]:
-        def series(label: str, style: int, view: ProbeView) -> Series:
-            return curve_series(label, style, middles(parts[view].edges), getattr(parts[view], name), scale)
-
-        return one_each(shown, label, series)
-
     bins = {len(part.edges) - 1 for part in parts.values()}
     halves = "; ".join(
         f"{'' if view.alone else view.label + ': '}half of it is spent by {100 * part.half.mean:.0f} %"
         for view, part in parts.items()
         if part.half.mean is not None
     )
-    nats = Axis("nats per token", zero=True)
-    return [
-        along_chart(
-            shown,
-            f"probe-gap{suffix}",
-            "Disagreement |gap|",
-            nats,
-            curves("abs_gap", "mean |gap|"),
-            "Mean of |lp_T \u2212 lp\u2080| on the student's own tokens. It shows how much the two disagree, not which of them "
-            "is right.",
-            markers=True,
-        ),
-        along_chart(
-            shown,
-            f"probe-kl{suffix}",
-            "KL from student to teacher",
-            nats,
-            curves("kl", "mean KL"),
-            "Over the whole vocabulary, before the token is drawn, so without the luck of sampling. Low values late in an "
-            "answer may mean that the teacher follows the student into a mistake.",
-            markers=True,
-        ),
-        along_chart(
-            shown,
-            f"probe-share{suffix}",
-            "Share of the discrepancy",
-            Axis("of all |gap|", percent=True, zero=True),
-            curves("share", "share", 100.0),
-            f"Each part's share of the total of |gap|{'; ' + halves if halves else ''}. A share says where the signal of plain "
-            "OPD goes, not what it is worth there.",
-            markers=True,
-            lines=(("even spread", 100 / next(iter(bins))),) if len(bins) == 1 else (),
-        ),
-    ]
+    lines = (("even spread", 100 / max(bins)),) if len(bins) == 1 else ()
+    drawn = []
+    for (name, chart_id, title, axis, label), caption in CURVES.items() if parts else ():
+        series = [
+            curve_series(text, style, middles(parts[view].edges), getattr(parts[view], name), 100.0 if axis.percent else 1.0)
+            for text, style, view in one_each(list(parts), label)
+        ]
+        words = caption.format(halves=f"; {halves}" if halves else "")
+        more = {"markers": True, "lines": lines if name == "share" else ()}
+        drawn.append(along_chart(list(parts), f"probe-{chart_id}{suffix}", title, axis, series, words, **more))
+    return drawn
 
 
 def _top_k_overlap(views: Sequence[ProbeView], suffix: str) -> list[Chart]:
@@ -100,15 +77,11 @@ def _top_k_overlap(views: Sequence[ProbeView], suffix: str) -> list[Chart]:
         ]
     sizes = " or ".join(str(size) for size in dict.fromkeys(part.k for _, part in found))
     chances = {part.chance for _, part in found}
-    chart = along_chart(
-        [view for view, _ in found],
-        f"probe-overlap{suffix}",
-        "Likeliest tokens in common",
-        Axis("next tokens", percent=True, range=(0, 103)),
-        series,
+    lines = (("by chance", 100 * chances.pop()),) if len(chances) == 1 else ()
+    axis = Axis("next tokens", percent=True, range=(0, 103))
+    caption = (
         f"Solid: of the {sizes} likeliest next tokens, those that both models name. Dotted: how often the likeliest is the "
-        "same. Sets say nothing about probabilities: two sure models may share one token and nothing else.",
-        markers=True,
-        lines=(("by chance", 100 * chances.pop()),) if len(chances) == 1 else (),
+        "same. Sets say nothing about probabilities: two sure models may share one token and nothing else."
     )
-    return [chart]
+    title, shown = "Likeliest tokens in common", [view for view, _ in found]
+    return [along_chart(shown, f"probe-overlap{suffix}", title, axis, series, caption, markers=True, lines=lines)]

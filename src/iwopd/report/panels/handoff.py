@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from iwopd.analysis.probe.result import Handoff
-from iwopd.report.charts import NEUTRAL, Axis, Chart, Series
+from iwopd.report.charts import NEUTRAL, Axis, Chart, Panel, Series, chart_panel
 from iwopd.report.gathering import ProbeView, ReportData
-from iwopd.report.panel import Panel
 from iwopd.report.probes import curve_series, having
 
 CAPTION = "It shows how much a prefix costs this teacher; it does not show how much of that a training method can win back."
@@ -17,10 +16,7 @@ STUDENT_ALONE = 2
 
 
 def build(data: ReportData) -> Panel | None:
-    drawn = charts(data.compared, data.handoff)
-    if not drawn:
-        return None
-    return Panel("handoff", "Hand-off", _lead(data.compared, data.handoff), tuple(drawn))
+    return chart_panel("handoff", "Hand-off", _lead(data.compared, data.handoff), charts(data.compared, data.handoff))
 
 
 def charts(views: Sequence[ProbeView], demo: dict[str, Any] | None = None, suffix: str = "") -> list[Chart]:
@@ -28,31 +24,31 @@ def charts(views: Sequence[ProbeView], demo: dict[str, Any] | None = None, suffi
     measured = having(views, "handoff")
     several = len(measured) + (demo is not None) > 1
     series: list[Series] = []
-    alone: list[Series] = []
     for view, part in measured:
         label = view.label if not view.alone else "probe" if several else "teacher goes on"
         style = NEUTRAL if view.alone and not several else view.style
         series.append(curve_series(label, style, [100 * fraction for fraction in part.fractions], part.teacher, 100.0))
         if part.student is not None and part.student.mean is not None:
-            alone.append(_level(label, style, 100 * part.student.mean))
-            series += alone[-1:] if several else []
+            series.append(_level(label, style, 100 * part.student.mean))
     if demo is not None:
         label = f"hand-off file{', world ' + demo['world'] if demo['world'] else ''}" if several else "teacher goes on"
         means, lows, highs = ([interval[place] for _, interval in demo["points"]] for place in range(3))
         series.append(Series(label, NEUTRAL, [100 * share for share, _ in demo["points"]], means, lows, highs))
         if demo["student"]:
-            alone.append(_level(label, NEUTRAL, demo["student"][0]))
-            series += alone[-1:] if several else []
+            series.append(_level(label, NEUTRAL, demo["student"][0]))
     if not series:
         return []
+    alone = [one for one in series if not one.legend]
+    problems = [part.problems for _, part in measured] + ([demo["problems"]] if demo and demo["problems"] else [])
+    counts = " or ".join(str(count) for count in dict.fromkeys(problems))
     return [
         Chart(
             f"handoff{suffix}",
             "The student begins, the teacher finishes",
             Axis("part that the student wrote", percent=True, range=(-2, 102)),
             Axis("right answers", percent=True, range=(0, 103)),
-            tuple(series),
-            f"Right answers{_problems([part for _, part in measured], demo)} when the teacher goes on from the first part of "
+            tuple(one for one in series if one.legend or several),
+            f"Right answers{f' of {counts} problems' if counts else ''} when the teacher goes on from the first part of "
             f"the untrained student's answer. {'Dotted: the student alone. ' if several and alone else ''}{CAPTION}",
             band="95 % bootstrap intervals over problems",
             markers=True,
@@ -66,13 +62,6 @@ def _level(label: str, style: int, height: float) -> Series:
     return Series(f"{label}: student alone", style, [0.0, 100.0], [height, height], dash=STUDENT_ALONE, legend=False)
 
 
-def _problems(parts: Sequence[Handoff], demo: dict[str, Any] | None) -> str:
-    counts = [part.problems for part in parts]
-    counts += [demo["problems"]] if demo is not None and demo["problems"] else []
-    shown = " or ".join(str(count) for count in dict.fromkeys(counts))
-    return f" of {shown} problems" if shown else ""
-
-
 def _lead(views: Sequence[ProbeView], demo: dict[str, Any] | None) -> str:
     """The question, and where there is one curve, its answer."""
     question = "How much is the teacher's advice worth after a drifted beginning?"
@@ -83,10 +72,10 @@ def _lead(views: Sequence[ProbeView], demo: dict[str, Any] | None) -> str:
     elif demo is None and len(found) == 1:
         means = zip(found[0].fractions, found[0].teacher.mean, strict=True)
         points = [(fraction, 100 * mean) for fraction, mean in means if mean is not None]
-        mean = found[0].student.mean if found[0].student is not None else None
-        alone = None if mean is None else 100 * mean
+        student = found[0].student
+        alone = None if student is None or student.mean is None else 100 * student.mean
     else:
-        points, alone = [], None
+        return question
     if not points:
         return question
     first, last = points[0], points[-1]

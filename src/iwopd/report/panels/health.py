@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from iwopd.report.charts import Axis, Chart, Series
+from iwopd.report.charts import Axis, Chart, Panel, Series
 from iwopd.report.gathering import Group, ReportData
-from iwopd.report.panel import Panel
 from iwopd.report.series import all_values, metric_chart
 from iwopd.runs.logs import number
 
@@ -36,6 +35,10 @@ CURVES = {
 }
 """Metric, id, title and axis: caption."""
 STAGES = ("rollout", "teacher", "signal", "update")
+STAGES_CAPTION = (
+    "Mean seconds of a step: writing answers, scoring them, making the signal, updating. Runs that shared the machine slow "
+    "each other down, so compare the parts of a bar rather than the bars. Evaluations and checkpoints are not in it."
+)
 
 
 def build(data: ReportData) -> Panel | None:
@@ -72,10 +75,10 @@ def _row(group: Group) -> dict[str, Any]:
         return [value for record in records if (value := number(record.get(name))) is not None]
 
     def total(name: str) -> float | None:
-        return sum(values(name)) if values(name) else None
+        return sum(found) if (found := values(name)) else None
 
     def mean(name: str) -> float | None:
-        return sum(values(name)) / len(values(name)) if values(name) else None
+        return sum(found) / len(found) if (found := values(name)) else None
 
     return {
         "label": group.label,
@@ -106,16 +109,6 @@ def _stages(data: ReportData) -> list[Chart]:
                 means[stage].append(sum(column) / len(column) if column else 0.0)
     if not labels:
         return []
-    places = list(range(len(labels)))
-    chart = Chart(
-        "health-stages",
-        "Time by stage",
-        Axis("seconds per step", zero=True),
-        Axis(""),
-        tuple(Series(stage, place, places, means[stage]) for place, stage in enumerate(STAGES)),
-        "Mean seconds of a step: writing answers, scoring them, making the signal, updating. Runs that shared the machine slow "
-        "each other down, so compare the parts of a bar rather than the bars. Evaluations and checkpoints are not in it.",
-        kind="stack",
-        bars=tuple(labels),
-    )
-    return [chart]
+    series = tuple(Series(stage, place, range(len(labels)), means[stage]) for place, stage in enumerate(STAGES))
+    axes = Axis("seconds per step", zero=True), Axis("")
+    return [Chart("health-stages", "Time by stage", *axes, series, STAGES_CAPTION, kind="stack", bars=tuple(labels))]

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from iwopd.report.charts import Axis, Chart
+from iwopd.report.charts import Axis, Chart, Panel
 from iwopd.report.gathering import ReportData
-from iwopd.report.panel import Panel
-from iwopd.report.series import PROBLEM_BAND, accuracy_series, metric_chart
+from iwopd.report.series import accuracy_chart, metric_chart
 
-DISTANCES = (
-    (
-        "kl/sampled",
-        "kl",
-        "Distance to the teacher",
-        "lp₀ − lp_T, nats per token",
-        "Student minus teacher log-prob on training rollouts, an estimate of the reverse KL. It is no measure of skill.",
+DISTANCES = {
+    ("kl/sampled", "kl", "Distance to the teacher", "lp₀ − lp_T, nats per token"): (
+        "Student minus teacher log-prob on training rollouts, an estimate of the reverse KL. It is no measure of skill."
     ),
-    (
-        "gap/abs_mean",
-        "gap",
-        "Size of the disagreement",
-        "|lp_T − lp₀|, nats per token",
-        "Mean absolute gap between the two log-probs. The weights of IW-OPD are made of it.",
+    ("gap/abs_mean", "gap", "Size of the disagreement", "|lp_T − lp₀|, nats per token"): (
+        "Mean absolute gap between the two log-probs. The weights of IW-OPD are made of it."
     ),
-)
+}
+"""Metric, id, title and axis: caption."""
 
 
 def build(data: ReportData) -> Panel | None:
     if not data.runs:
         return None
     charts = _accuracy(data)
-    for metric, name, title, unit, caption in DISTANCES:
-        chart = metric_chart(data.groups, metric, name, title, Axis(unit, zero=True), caption)
-        charts += [] if chart is None else [chart]
+    for (metric, name, title, unit), caption in DISTANCES.items():
+        if (chart := metric_chart(data.groups, metric, name, title, Axis(unit, zero=True), caption)) is not None:
+            charts.append(chart)
     if not charts:
         data.notes.add("learning curves", "no run has an evaluation or a metric to draw")
         return None
@@ -47,17 +39,9 @@ def _accuracy(data: ReportData) -> list[Chart]:
     charts = []
     for place, (task, curves) in enumerate(data.tasks.items()):
         problems = sorted({len(curve.problem_ids) for curve in curves})
-        charts.append(
-            Chart(
-                f"accuracy-{place}",
-                f"Accuracy on {task}",
-                Axis("step"),
-                Axis("right answers", percent=True),
-                tuple(accuracy_series(curve) for curve in curves),
-                f"Share of right answers to {' or '.join(map(str, problems))} problems. An interval over problems says how far "
-                "other problems would move the number; it does not cover another seed or another pair of models.",
-                band=PROBLEM_BAND,
-                markers=True,
-            )
+        caption = (
+            f"Share of right answers to {' or '.join(map(str, problems))} problems. An interval over problems says how far "
+            "other problems would move the number; it does not cover another seed or another pair of models."
         )
+        charts.append(accuracy_chart(curves, f"accuracy-{place}", f"Accuracy on {task}", caption))
     return charts

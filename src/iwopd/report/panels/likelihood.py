@@ -6,26 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from iwopd.analysis.probe.result import Likelihood, PrefixLikelihood
-from iwopd.report.charts import Axis, Chart, Series
+from iwopd.report.charts import Axis, Chart, Panel, Series, chart_panel
 from iwopd.report.gathering import ProbeView, ReportData
-from iwopd.report.panel import Panel
 from iwopd.report.probes import along_chart, curve_series, having, middles
 
-STUDENT, TEACHER = 0, 1
-TEACHER_DASH = 1
+LEAD = (
+    "How unlikely does the teacher find what the student has written so far? The gap between the two curves is the log of "
+    "the prefix's importance ratio, which the ideal weight is made of."
+)
 
 
 def build(data: ReportData) -> Panel | None:
-    drawn = charts(data.compared)
-    if not drawn:
-        return None
-    return Panel(
-        "likelihood",
-        "Likelihood of prefixes",
-        "How unlikely does the teacher find what the student has written so far? The gap between the two curves is the log of "
-        "the prefix's importance ratio, which the ideal weight is made of.",
-        tuple(drawn),
-    )
+    return chart_panel("likelihood", "Likelihood of prefixes", LEAD, charts(data.compared))
 
 
 def charts(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
@@ -40,7 +32,7 @@ def charts(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
         f"probe-likelihood{suffix}",
         "Log-likelihood by part of the answer",
         Axis("nats"),
-        _curves(found, "by_fraction"),
+        [one for view, part in found for one in _curves(view, part.by_fraction, 100.0)],
         f"Summed log-probs of the student's tokens so far, a mean over rollouts.{colours} A prefix that the teacher finds "
         "unlikely need not be wrong, and one that it finds likely need not be right.",
     )
@@ -49,23 +41,19 @@ def charts(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
         id=f"probe-likelihood-tokens{suffix}",
         title="Log-likelihood by token",
         x=Axis("token of the answer", zero=True),
-        series=_curves(found, "by_token"),
+        series=tuple(one for view, part in found for one in _curves(view, part.by_token, 1.0)),
         caption=f"Only answers that are long enough count (at the end {fewest} rollouts), so the end of these curves is about "
         f"long answers, not about late tokens of all of them.{colours}",
     )
     return [by_part, by_token]
 
 
-def _curves(found: Sequence[tuple[ProbeView, Likelihood]], name: str) -> tuple[Series, ...]:
-    series: list[Series] = []
-    for view, whole in found:
-        part: PrefixLikelihood = getattr(whole, name)
-        x = middles(part.edges, 100.0 if name == "by_fraction" else 1.0)
-        looks: tuple[tuple[str, int, int | None], ...]
-        if view.alone:
-            looks = (("under the student", STUDENT, None), ("under the teacher", TEACHER, None))
-        else:
-            looks = ((f"{view.label}: student", view.style, 0), (f"{view.label}: teacher", view.style, TEACHER_DASH))
-        for (label, style, dash), curve in zip(looks, (part.student, part.teacher), strict=True):
-            series.append(curve_series(label, style, x, curve, dash=dash))
-    return tuple(series)
+def _curves(view: ProbeView, part: PrefixLikelihood, scale: float) -> list[Series]:
+    """Student and teacher: two styles for a single probe, else two dashes in the probe's colour."""
+    x = middles(part.edges, scale)
+    if view.alone:
+        return [curve_series("under the student", 0, x, part.student), curve_series("under the teacher", 1, x, part.teacher)]
+    return [
+        curve_series(f"{view.label}: student", view.style, x, part.student, dash=0),
+        curve_series(f"{view.label}: teacher", view.style, x, part.teacher, dash=1),
+    ]

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from iwopd.report.charts import Axis, Chart, Series
+from iwopd.report.charts import ALONG, Axis, Chart, Panel, Series, chart_panel
 from iwopd.report.gathering import ReportData
-from iwopd.report.panel import Panel
 from iwopd.report.series import all_values, position_series, window_steps
 
-QUANTITIES = (
-    ("position/abs_gap", "abs-gap", "Disagreement |gap|", "nats per token", "Mean absolute gap between teacher and student."),
-    (
-        "position/kl",
-        "kl",
-        "Distance lp₀ − lp_T",
-        "nats per token",
-        "Mean of student minus teacher log-prob: the single-sample estimate of the reverse KL.",
+QUANTITIES = {
+    ("abs_gap", "Disagreement |gap|", "nats per token"): "Mean absolute gap between teacher and student.",
+    ("kl", "Distance lp₀ − lp_T", "nats per token"): (
+        "Mean of student minus teacher log-prob: the single-sample estimate of the reverse KL."
     ),
-    ("position/weights", "weights", "Token weights", "weight", "Mean weight that the run's own method gave."),
+    ("weights", "Token weights", "weight"): "Mean weight that the run's own method gave.",
+}
+"""Metric, title and axis: caption."""
+LEAD = (
+    "Where does the teacher's signal go? Every answer is cut into equal parts, and each part's tokens are averaged over the "
+    "training rollouts of the first and of the last tenth of the steps. These averages hide that answers drift at different "
+    "places; the token view below shows single answers."
 )
 PARTS = {"first": "at the start", "last": "at the end"}
 
@@ -25,19 +26,19 @@ def build(data: ReportData) -> Panel | None:
     if not data.runs:
         return None
     charts: list[Chart] = []
-    for metric, name, title, unit, caption in QUANTITIES:
-        drawn = {part: _series(data, metric, part) for part in PARTS}
+    for (name, title, unit), caption in QUANTITIES.items():
+        drawn = {part: _series(data, f"position/{name}", part) for part in PARTS}
         if not any(drawn.values()):
-            data.notes.add("position", f"no run recorded {metric}")
+            data.notes.add("position", f"no run recorded position/{name}")
             continue
         values = all_values([one for series in drawn.values() for one in series])
         room = 0.06 * (max(values) - min(0.0, *values)) or 1.0
         limits = (min(0.0, *values) - (room if min(values) < 0 else 0), max(values) + room)  # shared: the two are compared
         charts += [
             Chart(
-                f"position-{name}-{part}",
+                f"position-{name.replace('_', '-')}-{part}",
                 f"{title} {PARTS[part]}",
-                Axis("part of the answer", percent=True, range=(0, 100)),
+                ALONG,
                 Axis(unit, range=limits),
                 tuple(series),
                 f"{caption} {_steps(data, part)}",
@@ -46,20 +47,11 @@ def build(data: ReportData) -> Panel | None:
             for part, series in drawn.items()
             if series
         ]
-    if not charts:
-        return None
-    return Panel(
-        "position",
-        "Along the answer",
-        "Where does the teacher's signal go? Every answer is cut into equal parts, and each part's tokens are averaged "
-        "over the training rollouts of the first and of the last tenth of the steps. These averages hide that answers drift at "
-        "different places; the token view below shows single answers.",
-        tuple(charts),
-    )
+    return chart_panel("position", "Along the answer", LEAD, charts)
 
 
 def _series(data: ReportData, metric: str, part: str) -> list[Series]:
-    return [found[0] for group in data.groups if (found := position_series(group, metric, part)) is not None]
+    return [found for group in data.groups if (found := position_series(group, metric, part)) is not None]
 
 
 def _steps(data: ReportData, part: str) -> str:

@@ -9,18 +9,17 @@ from typing import Any
 from iwopd.analysis.compare import Comparison, Difference, compare
 from iwopd.analysis.wording import points, sentence
 from iwopd.eval.statistics import holm
+from iwopd.report.charts import Panel
 from iwopd.report.gathering import ReportData, TaskCurve
-from iwopd.report.panel import Panel
 from iwopd.report.series import interval, score_key
 from iwopd.runs.evaluations import ResultsError, TaskResults
 from iwopd.runs.results import ModelResults
 from iwopd.types import EvalResult
 
 Side = tuple[str, TaskCurve, int]
-"""Name, curve and step of one side of a comparison."""
+"""Name, curve and step."""
 BEFORE = "before training"
-_memory: dict[str, Comparison] = {}
-"""`--watch` asks for the same comparisons again and again."""
+_memory: dict[str, Comparison] = {}  # `--watch` asks for the same comparisons again and again
 LEVEL = 0.05
 
 
@@ -28,15 +27,11 @@ def build(data: ReportData) -> Panel | None:
     if not data.runs:
         return None
     tables = [_table(task, curves, data) for task, curves in data.tasks.items()]
-    seeds = sorted({run.seed for run in data.runs if run.seed is not None})
-    facts = [_count(len(data.runs), "run"), _count(len(data.groups), "method"), _count(len(seeds), "seed")]
-    return Panel(
-        "summary",
-        "Summary",
-        "",
-        template="summary.html.j2",
-        context={"tables": tables, "facts": facts, "several_seeds": len(seeds) > 1},
-    )
+    seeds = {run.seed for run in data.runs if run.seed is not None}
+    counts = {"run": len(data.runs), "method": len(data.groups), "seed": len(seeds)}
+    facts = [f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items()]
+    context = {"tables": tables, "facts": facts, "several_seeds": len(seeds) > 1}
+    return Panel("summary", "Summary", "", template="summary.html.j2", context=context)
 
 
 def _table(task: str, curves: Sequence[TaskCurve], data: ReportData) -> dict[str, Any]:
@@ -102,34 +97,24 @@ def _gain(task: str, curve: TaskCurve, data: ReportData) -> Difference | None:
 def _compared(task: str, base: Side, other: Side, data: ReportData) -> Comparison | None:
     results = [(name, one) for name, curve, step in (base, other) for one in _results(task, curve, step)]
     key = repr([(name, one.step, one.path, one.seed, score_key(one.tasks[task].result.scores)) for name, one in results])
-    if key in _memory:
-        return _memory[key]
     try:
-        found = compare(results, baseline=base[0], tasks=[task])
+        if key not in _memory:
+            _memory[key] = compare(results, baseline=base[0], tasks=[task])
+        return _memory[key]
     except ResultsError as error:
         data.notes.add("comparison", str(error))
         return None
-    _memory[key] = found
-    return found
 
 
 def _results(task: str, curve: TaskCurve, step: int) -> list[ModelResults]:
-    """What `compare` takes: one a seed. Groups are given by name, so that recipe and student need not tell them apart."""
+    """What `compare` takes: one per seed. Groups are given by name, so that recipe and student need not tell them apart."""
     paths = {run.seed: run.path for run in curve.group.runs}
-    return [
-        ModelResults(
-            path=paths[seed],
-            kind="run",
-            method=curve.group.label,
-            student=None,
-            seed=seed,
-            step=step,
-            settings={},
-            recipe={},
-            tasks={task: TaskResults(EvalResult(task, curve.problem_ids, scores, step))},
-        )
-        for seed, scores in curve.by_seed[step].items()
-    ]
+    found = []
+    for seed, scores in curve.by_seed[step].items():
+        tasks = {task: TaskResults(EvalResult(task, curve.problem_ids, scores, step))}
+        member: Any = {"path": paths[seed], "seed": seed, "step": step, "tasks": tasks}
+        found.append(ModelResults(kind="run", method=curve.group.label, student=None, settings={}, recipe={}, **member))
+    return found
 
 
 def _together(pairs: Sequence[Comparison]) -> Comparison | None:
@@ -149,28 +134,21 @@ def _verdict(difference: Difference | None) -> str:
     return "no difference shown"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _words(rows: Sequence[dict[str, Any]], reference: str) -> list[str]:
     """The table in a sentence or two, for those who read no tables."""
     lines = []
-    learned = [row for row in rows if row["gain"] is not None and row["gain"].interval.low > 0]
-    if any(row["gain"] is not None for row in rows):
-        names = ", ".join(row["label"] for row in learned)
-        rest = ", ".join(row["label"] for row in rows if row["gain"] is not None and row not in learned)
-        lines.append(
-            (f"Learned something: {names}." if learned else "No method shows a gain over the student before training.")
-            + (f" No gain shown: {rest}." if learned and rest else "")
-        )
-    found = [row for row in rows if row["difference"] is not None]
-    if found:
-        clauses = [
-            f"{row['label']} {points(row['difference'].interval.mean)} points"
-            + (f" at step {row['early']}" if row["early"] else "")
-            + (" (no difference shown)" if row["verdict"] == "no difference shown" else "")
-            for row in found
-        ]
-        lines.append(f"Against {reference}: {', '.join(clauses)}.")
-    return lines
+    gains = {row["label"]: row["gain"].interval.low > 0 for row in rows if row["gain"] is not None}
+    learned = ", ".join(label for label, shown in gains.items() if shown)
+    rest = ", ".join(label for label, shown in gains.items() if not shown)
+    if learned:
+        lines.append(f"Learned something: {learned}." + (f" No gain shown: {rest}." if rest else ""))
+    elif rest:
+        lines.append("No method shows a gain over the student before training.")
+    clauses = [
+        f"{row['label']} {points(row['difference'].interval.mean)} points"
+        + (f" at step {row['early']}" if row["early"] else "")
+        + (" (no difference shown)" if row["verdict"] == "no difference shown" else "")
+        for row in rows
+        if row["difference"] is not None
+    ]
+    return [*lines, f"Against {reference}: {', '.join(clauses)}."] if clauses else lines

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from iwopd.report.charts import Panel
 from iwopd.report.gathering import ReportData
 from iwopd.report.packing import DRIFT, STEPS, Packed, TokenTable, pack_rollout
-from iwopd.report.panel import Panel
 from iwopd.runs.reading import Run
 
 
@@ -17,16 +17,12 @@ def build(data: ReportData) -> Panel | None:
     if not any(kept.values()):
         data.notes.add("token view", "no run kept a rollout that can be read")
         return None
-    runs = [
-        {
-            "name": run.name,
-            "label": data.group_of(run).label,
-            "style": data.group_of(run).style,
-            "rollouts": [one.as_json() for one in kept[run.name]],
-        }
-        for run in data.runs
-        if kept[run.name]
-    ]
+    runs = []
+    for run in data.runs:
+        group = next(group for group in data.groups if run in group.runs)
+        rollouts = [one.as_json() for one in kept[run.name]]
+        if rollouts:
+            runs.append({"name": run.name, "label": group.label, "style": group.style, "rollouts": rollouts})
     return Panel(
         "tokens",
         "Token by token",
@@ -39,21 +35,13 @@ def build(data: ReportData) -> Panel | None:
 
 
 def _pack(run: Run, table: TokenTable, data: ReportData) -> list[Packed]:
-    rollouts: list[Packed] = []
-    bad = 0
-    for record in run.log("rollouts.jsonl"):
-        packed = pack_rollout(record, table)
-        if packed is None:
-            bad += 1
-        else:
-            rollouts.append(packed)
-    if bad:
+    packed = [pack_rollout(record, table) for record in run.log("rollouts.jsonl")]
+    rollouts = [one for one in packed if one is not None]
+    if bad := len(packed) - len(rollouts):
         data.notes.add(run.name, f"rollouts.jsonl: {bad} rollouts have no readable tokens and are left out")
-    if rollouts:
-        names = {"gap": "gap", "weight": "weights", "kl": "KL", "teacher": "teacher log-probs", "student": "student log-probs"}
-        lacking = [words for column, words in names.items() if any(column not in one.columns for one in rollouts)]
-        if lacking:
-            data.notes.add(run.name, f"rollouts.jsonl: some rollouts have no {', '.join(lacking)} for their tokens")
+    names = {"gap": "gap", "weight": "weights", "kl": "KL", "teacher": "teacher log-probs", "student": "student log-probs"}
+    if lacking := [words for column, words in names.items() if any(column not in one.columns for one in rollouts)]:
+        data.notes.add(run.name, f"rollouts.jsonl: some rollouts have no {', '.join(lacking)} for their tokens")
     return rollouts
 
 
@@ -71,9 +59,6 @@ def _within_limit(packed: dict[str, list[Packed]], data: ReportData) -> dict[str
                 room -= rollouts[place].length
         kept[name] = [one for place, one in enumerate(rollouts) if place in chosen]
         if len(chosen) < len(rollouts):
-            data.notes.add(
-                name,
-                f"the token view holds {len(chosen)} of {len(rollouts)} kept rollouts, to keep the page small: the last and "
-                "the first evaluation come first; --max-tokens takes more",
-            )
+            held = f"the token view holds {len(chosen)} of {len(rollouts)} kept rollouts, to keep the page small"
+            data.notes.add(name, f"{held}: the last and the first evaluation come first; --max-tokens takes more")
     return kept

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from iwopd.analysis.probe.result import Probe
+from iwopd.report.charts import Panel
 from iwopd.report.gathering import ProbeView, ReportData
-from iwopd.report.panel import Panel
 from iwopd.report.probes import estimate
 
 WORDS = {
@@ -23,6 +24,15 @@ PARTS = {
     "rules": "weight rules",
     "alignment": "gradient alignment",
 }
+FIGURES = {
+    "fall of the hand-off curve": ("handoff", "fall", "points"),
+    "student alone": ("handoff", "student", "%"),
+    "half of |gap| spent by": ("positions", "half", "%"),
+    "|gap| on the first 30 %": ("positions", "first_30", "%"),
+    "rollouts that drift": ("drift", "rollouts", "%"),
+    "likeliest token the same": ("overlap", "mean_same_first", "%"),
+}
+"""The figures that count: part, estimate, unit."""
 
 
 def build(data: ReportData) -> Panel | None:
@@ -35,7 +45,7 @@ def build(data: ReportData) -> Panel | None:
         "Is the teacher's advice worth less late in this student's answers? Measured from the student's rollouts, before any "
         "training.",
         template="verdict.html.j2",
-        context={"cards": [card(view, named=several) for view in data.compared], "columns": FIGURES, "several": several},
+        context={"cards": [card(view, named=several) for view in data.compared], "columns": tuple(FIGURES), "several": several},
     )
 
 
@@ -51,34 +61,15 @@ def card(view: ProbeView, *, named: bool) -> dict[str, Any]:
         "sentences": probe.verdict,
         "missing": [(PARTS.get(name, name), reason) for name, reason in probe.missing.items()],
         "notes": probe.notes,
-        "figures": figures(view),
+        "figures": figures(probe),
     }
 
 
-FIGURES = (
-    "fall of the hand-off curve",
-    "student alone",
-    "half of |gap| spent by",
-    "|gap| on the first 30 %",
-    "rollouts that drift",
-    "likeliest token the same",
-)
-
-
-def figures(view: ProbeView) -> list[tuple[str, str, str]]:
-    """Name, number and interval of the figures that count, in the order of `FIGURES`."""
-    probe = view.probe
-    found = (
-        (probe.handoff.fall if probe.handoff else None, " points"),
-        (probe.handoff.student if probe.handoff else None, " %"),
-        (probe.positions.half if probe.positions else None, " %"),
-        (probe.positions.first_30 if probe.positions else None, " %"),
-        (probe.drift.rollouts if probe.drift else None, " %"),
-        (probe.overlap.mean_same_first if probe.overlap else None, " %"),
-    )
+def figures(probe: Probe) -> list[tuple[str, str, str]]:
+    """Name, number and interval of each of `FIGURES`."""
     rows = []
-    for name, (value, unit) in zip(FIGURES, found, strict=True):
-        words = estimate(value, 100.0)
+    for name, (part, field, unit) in FIGURES.items():
+        words = estimate(getattr(getattr(probe, part), field, None), 100.0)
         mean, _, rest = words.partition(" (")
-        rows.append((name, "not measured" if words == "?" else f"{mean}\u00a0{unit.strip()}", rest.rstrip(")")))
+        rows.append((name, "not measured" if words == "?" else f"{mean}\u00a0{unit}", rest.rstrip(")")))
     return rows

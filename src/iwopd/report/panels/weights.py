@@ -3,84 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from iwopd.algo import WEIGHT_RULES
+from iwopd.algo.registry import FAMILIES
 from iwopd.analysis.probe.result import Curve, RuleEffect, Rules
-from iwopd.report.charts import Axis, Chart
+from iwopd.report.charts import ALONG, Axis, Chart, Panel, chart_panel
 from iwopd.report.gathering import ProbeView, ReportData
-from iwopd.report.panel import Panel
-from iwopd.report.probes import ALONG, PROMPT_BAND, curve_series, dots_chart, middles
+from iwopd.report.probes import PROMPT_BAND, curve_series, dots_chart, having, middles
 
-FAMILIES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
-    (
-        "sums",
-        "Weights from sums of gaps",
-        ("uniform", "cumulative-share", "signed", "survival"),
-        "IW-OPD gives a token more weight the less of the answer's discrepancy lies before it; plain OPD gives 1 everywhere.",
-    ),
-    (
-        "ideal",
-        "Ideal weights",
-        ("ideal",),
-        "The prefix's importance ratio to the power of alpha over its mean. That mean is 1 everywhere: the median is drawn.",
-    ),
-    (
-        "position",
-        "Weights by position alone",
-        ("fixed-prefix", "linear-decay", "curriculum", "prefix-only", "suffix-only"),
-        "Rules that look at no gap, only at where a token is.",
-    ),
-)
-"""Name, title, rules and words of a chart; rules that are in none have one of their own."""
-OTHER = ("other", "Other rules", "Rules from plug-ins, with their defaults.")
 SPREAD_BAND = "10th to 90th percentile of the tokens"
 LIMIT = "It shows what a rule would weigh, not whether that helps."
+LEAD = (
+    "Nothing was trained: each weight rule is applied to the probe's rollouts as they are. A rule that moves weight to "
+    "early tokens spends the update where prefixes are still clean; whether it pays, alignment and training can tell."
+)
+EFFECTS = {
+    ("first_30", "first", "Update on the first 30 %", "of all |weight × advantage|", "share"): (
+        "How much of the update each rule spends early, if all tokens' gradients were equally long. They are not."
+    ),
+    ("effective", "effective", "Effective tokens", "of all tokens", "effective tokens"): (
+        "Kish's effective number, (sum of w)² / sum of w². With few, few tokens carry a noisy update. Many are no merit: "
+        "plain OPD has all."
+    ),
+}
+"""Estimate of a rule, id, title, axis and label: caption."""
 
 
 def build(data: ReportData) -> Panel | None:
-    views = [view for view in data.compared if view.probe.rules is not None]
-    if not views:
-        return None
-    drawn = [chart for view in views for chart in (curves(view) if view.alone else curves(view, f"-{view.style}", view.label))]
-    return Panel(
-        "rules",
-        "What rules would do",
-        "Nothing was trained: each weight rule is applied to the probe's rollouts as they are. A rule that moves weight to "
-        "early tokens spends the update where prefixes are still clean; whether it pays, alignment and training can tell.",
-        (*drawn, *effects(views)),
-    )
+    return chart_panel("rules", "What rules would do", LEAD, charts(data.compared))
 
 
 def charts(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
-    """Everything for one probe."""
-    found = [view for view in views if view.probe.rules is not None]
-    return [*(chart for view in found for chart in curves(view, suffix)), *effects(found, suffix)]
+    found = having(views, "rules")
+    drawn = []
+    for view, part in found:
+        drawn += _curves(part, suffix) if view.alone else _curves(part, f"-{view.style}", view.label)
+    return [*drawn, *_effects(found, suffix)]
 
 
-def curves(view: ProbeView, suffix: str = "", label: str = "") -> list[Chart]:
-    """Mean weights by position, a chart a family of rules; then the sums."""
-    part = _part(view)
-    known = {rule for _, _, rules, _ in FAMILIES for rule in rules}
-    families = [
-        (name, title, [rule for rule in part.rules if rule.rule in rules], words) for name, title, rules, words in FAMILIES
-    ]
-    families.append((OTHER[0], OTHER[1], [rule for rule in part.rules if rule.rule not in known], OTHER[2]))
-    behind = f", {label}" if label else ""
-    drawn = [
-        Chart(
-            f"probe-weights-{name}{suffix}",
-            f"{title}{behind}",
-            ALONG,
-            weight_axis(members),
-            tuple(curve_series(rule.title, place, middles(part.edges), typical(rule)) for place, rule in enumerate(members)),
-            f"{words} {LIMIT}",
-            band=SPREAD_BAND if _is_spread(members) else PROMPT_BAND,
-            markers=True,
-            by="own",
-        )
-        for name, title, members, words in families
-        if members
-    ]
-    return [*drawn, sums(view, suffix, label)]
+def _curves(part: Rules, suffix: str, label: str = "") -> list[Chart]:
+    """Mean weights by position, one chart per family of rules; then the sums."""
+    drawn = []
+    for family, (title, words) in FAMILIES.items():
+        members = [rule for rule in part.rules if _family(rule.rule) == family]
+        series = tuple(curve_series(rule.title, n, middles(part.edges), typical(rule)) for n, rule in enumerate(members))
+        chart = Chart(f"probe-weights-{family}{suffix}", title, ALONG, weight_axis(members), series, f"{words} {LIMIT}")
+        band = SPREAD_BAND if _is_spread(members) else PROMPT_BAND
+        if members:
+            drawn.append(replace(chart, title=_titled(title, label), band=band, markers=True, by="own"))
+    return [*drawn, sums(part, suffix, label)]
+
+
+def _titled(title: str, label: str) -> str:
+    return f"{title}, {label}" if label else title
+
+
+def _family(rule: str) -> str:
+    """A rule that is not installed here, or of a family that nobody knows, counts as other."""
+    try:
+        family = WEIGHT_RULES[rule].family
+    except (LookupError, ImportError, TypeError):
+        return "other"
+    return family if family in FAMILIES else "other"
 
 
 def typical(rule: RuleEffect) -> Curve:
@@ -96,19 +81,18 @@ def _is_spread(rules: Sequence[RuleEffect]) -> bool:
     return any(typical(rule) is rule.spread for rule in rules)
 
 
-def sums(view: ProbeView, suffix: str = "", label: str = "") -> Chart:
+def sums(part: Rules, suffix: str = "", label: str = "") -> Chart:
     """Signed against unsigned prefix sums of the gap (Fig. 4c), the signed one turned over so that the two can be compared."""
-    part = _part(view)
-    x = middles(part.edges)
-    rebound, opposite = part.cumulative.rebound.mean, part.cumulative.opposite.mean
+    x, found = middles(part.edges), part.cumulative
+    rebound, opposite = found.rebound.mean, found.opposite.mean
     return Chart(
         f"probe-sums{suffix}",
-        f"Signed and unsigned sums{', ' + label if label else ''}",
+        _titled("Signed and unsigned sums", label),
         ALONG,
         Axis("nats", zero=True),
         (
-            curve_series("unsigned: sum of |gap|", 1, x, part.cumulative.unsigned),
-            curve_series("signed: minus the sum of gaps", 0, x, part.cumulative.signed, -1.0),
+            curve_series("unsigned: sum of |gap|", 1, x, found.unsigned),
+            curve_series("signed: minus the sum of gaps", 0, x, found.signed, -1.0),
         ),
         "Discrepancy of the prefix so far, a mean over rollouts. Where the signed sum stays behind, gaps of opposite signs "
         "cancel"
@@ -120,36 +104,11 @@ def sums(view: ProbeView, suffix: str = "", label: str = "") -> Chart:
     )
 
 
-def effects(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
+def _effects(found: Sequence[tuple[ProbeView, Rules]], suffix: str = "") -> list[Chart]:
     """Two numbers per rule, as dots."""
-    if not views:
-        return []
-    titles = list(dict.fromkeys(rule.title for view in views for rule in _part(view).rules))
-    return [
-        dots_chart(
-            views,
-            f"probe-first{suffix}",
-            "Update on the first 30 %",
-            Axis("of all |weight \u00d7 advantage|", percent=True, zero=True),
-            titles,
-            "share",
-            lambda view: {rule.title: rule.first_30 for rule in _part(view).rules},
-            "How much of the update each rule spends early, if all tokens' gradients were equally long. They are not.",
-        ),
-        dots_chart(
-            views,
-            f"probe-effective{suffix}",
-            "Effective tokens",
-            Axis("of all tokens", percent=True, zero=True),
-            titles,
-            "effective tokens",
-            lambda view: {rule.title: rule.effective for rule in _part(view).rules},
-            "Kish's effective number, (sum of w)\u00b2 / sum of w\u00b2. With few, few tokens carry a noisy "
-            "update. Many are no merit: plain OPD has all.",
-        ),
-    ]
-
-
-def _part(view: ProbeView) -> Rules:
-    assert view.probe.rules is not None  # those that have one were chosen
-    return view.probe.rules
+    drawn = []
+    for (name, chart_id, title, unit, label), caption in EFFECTS.items() if found else ():
+        estimates = {view: {rule.title: getattr(rule, name) for rule in part.rules} for view, part in found}
+        axis = Axis(unit, percent=True, zero=True)
+        drawn.append(dots_chart(estimates, f"probe-{chart_id}{suffix}", title, axis, label, caption))
+    return drawn
