@@ -64,12 +64,7 @@ def token_logprobs(
 
 
 def token_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
+    hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0, vocab_size: int | None = None
 ) -> Tensor:
     """Entropy [...] in nats of the next-token distribution; differentiable."""
     head = OutputHead.build(hidden, weight, bias, temperature, vocab_size)

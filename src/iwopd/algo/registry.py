@@ -89,14 +89,7 @@ def register(
 
     def decorate(function: RuleFunction) -> RuleFunction:
         rule = WeightRule(
-            name,
-            function,
-            formula,
-            source,
-            batch_dependent=batch_dependent,
-            supervised=supervised,
-            title=title,
-            family=family,
+            name, function, formula, source, batch_dependent=batch_dependent, supervised=supervised, title=title, family=family
         )
         WEIGHT_RULES.add(name, rule)
         return function

@@ -104,11 +104,7 @@ class RequestSampler:
         places = [(prompt, sample, limit) for prompt, limit in zip(prompts, limits, strict=True) for sample in range(samples)]
         requests = [
             fields
-            | {
-                "prompt": list(prompt.token_ids),
-                "max_tokens": limit,
-                "seed": request_seed(seed, step, prompt.id, sample),
-            }
+            | {"prompt": list(prompt.token_ids), "max_tokens": limit, "seed": request_seed(seed, step, prompt.id, sample)}
             for prompt, sample, limit in places
         ]
         self.engine.update_weights()

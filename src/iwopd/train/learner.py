@@ -96,13 +96,7 @@ class Learner:
         return ForwardPass([parts[row] for row in range(len(rollouts))], hidden)
 
     def update(
-        self,
-        batch: TokenBatch,
-        columns: dict[str, Tensor],
-        *,
-        seed: int,
-        step: int,
-        forward: ForwardPass | None = None,
+        self, batch: TokenBatch, columns: dict[str, Tensor], *, seed: int, step: int, forward: ForwardPass | None = None
     ) -> Update:
         """Train on a batch, which is the whole step's on every rank.
 
@@ -159,12 +153,7 @@ class Learner:
         totals.stats.append(stats)
 
     def _accumulate(
-        self,
-        batch: TokenBatch,
-        columns: dict[str, Tensor],
-        rows: Sequence[int],
-        denominator: int,
-        forward: ForwardPass | None,
+        self, batch: TokenBatch, columns: dict[str, Tensor], rows: Sequence[int], denominator: int, forward: ForwardPass | None
     ) -> tuple[float, LossStats, float]:
         """Backward over this rank's rows; returns loss and statistics of all ranks, and the share of padding here."""
         mine = rows[self.ranks.rank :: self.ranks.count]
