@@ -114,7 +114,6 @@ class _Projection:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
-        """The outputs of each linear layer."""
         outputs = self._outputs(x, None)
         return outputs if len(outputs) == len(self.sizes) else outputs[0].split(self.sizes, -1)
 

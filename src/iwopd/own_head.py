@@ -21,8 +21,6 @@ CHUNK_ELEMENTS = 2**24
 
 
 class _KnownStates(nn.Module):
-    """In the place of a body."""
-
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.answer = BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]

@@ -33,7 +33,6 @@ class Prompt:
     token_ids: tuple[int, ...]
     """What the student sees, chat template included. At least one id."""
     text: str = ""
-    """The same, readable."""
     answer: str | None = None
     """The reference answer, for checkers."""
     teacher: str | None = None
@@ -210,7 +209,6 @@ class EvalResult:
 
     task: str
     problem_ids: tuple[str, ...]
-    """N ids, unique."""
     scores: Tensor
     """[N, K] float64 in [0, 1]: the score of each sample of each problem (1: right)."""
     step: int | None = None

@@ -15,8 +15,8 @@ from iwopd.errors import UserError
 from iwopd.eval.catalog import TASKS, find_task, load_task
 from iwopd.eval.checkers import CHECKERS
 from iwopd.eval.problems import TaskSpec
-from iwopd.trackers import TRACKERS
 from iwopd.runs.directory import RunDirectory
+from iwopd.trackers import TRACKERS
 from iwopd.train.tracking import Tracker
 from iwopd.types import StepStats
 from models import byte_tokenizer

@@ -101,7 +101,6 @@ class Chunk(NamedTuple):
     source: slice | Tensor
     """Their rows in the hidden states."""
     hidden: Tensor
-    """[R, H]"""
     logits: Tensor
     """[R, V]; the buffer is reused for the next chunk, so consumers may overwrite it."""
     spare: tuple[Tensor, ...]

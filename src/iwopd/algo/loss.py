@@ -27,7 +27,6 @@ class PolicyStats:
     """Detached counts and sums over the tokens of a loss; `merge` adds those of several micro-batches."""
 
     tokens: Tensor
-    """Valid tokens, []."""
     clipped_high: Tensor
     """Tokens whose ratio was cut at `1 + clip` (positive advantage), []."""
     clipped_low: Tensor
@@ -67,12 +66,10 @@ class PolicyStats:
 
     @classmethod
     def empty(cls) -> PolicyStats:
-        """Those of no tokens."""
         zero, infinity = torch.zeros(()), torch.full((), torch.inf)
         return cls(zero, zero, zero, zero, zero, infinity, -infinity)
 
     def cpu(self) -> PolicyStats:
-        """The same, on the CPU."""
         return PolicyStats(**{name: getattr(self, name).cpu() for name in self.__dataclass_fields__})
 
     def as_dict(self) -> dict[str, float]:

@@ -57,7 +57,6 @@ class WeightRule(Formula):
 
     @property
     def kind(self) -> str:
-        """What messages call it."""
         return "weight rule"
 
 

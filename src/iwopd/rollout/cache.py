@@ -53,7 +53,6 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._show(self.buffers, rows, self.first, self.last)
 
     def trim(self, unused: int) -> None:
-        """Forget the first columns."""
         self._show(self.buffers, self.rows, self.first + unused, self.last)
 
     def join(self, other: RoomyLayer) -> None:

@@ -58,7 +58,6 @@ class ModelDecoder:
         self._positions = torch.empty(0)  # [n] position of the next token
 
     def admit(self, ids: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-        """Read prompts and append rows; see `Decoder`."""
         from iwopd.rollout.cache import make_roomy
 
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -84,7 +83,6 @@ class ModelDecoder:
         return logits
 
     def step(self, ids: Tensor) -> Tensor:
-        """Append one token to each row; see `Decoder`."""
         self._mask = nn.functional.pad(self._mask, (0, 1), value=1)
         output = self._forward(ids[:, None], self._mask, self._positions[:, None], self._cache)
         self._cache = output.past_key_values
@@ -92,7 +90,6 @@ class ModelDecoder:
         return self._logits(output)
 
     def select(self, order: Tensor) -> None:
-        """Keep these rows; see `Decoder`."""
         self._mask, self._positions = self._mask[order], self._positions[order]
         if not self.joins:
             self._cache.reorder_cache(order)

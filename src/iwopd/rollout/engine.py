@@ -36,7 +36,6 @@ class Student:
     vocab_size: int
     """Ids of the tokenizer; the model's output matrix may have more rows."""
     rows: int
-    """Rows of the output matrix."""
     pad_id: int = 0
     longest: int | None = None
     """Tokens of the longest prompt and its answer together, where they are known."""

@@ -95,7 +95,6 @@ class RequestSampler:
         max_tokens: Sequence[int] | None = None,
         finished: Listener | None = None,
     ) -> list[Rollout]:
-        """See `Sampler`."""
         limits = [self.settings.max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
         check_prompts(prompts, limits, self.vocabulary, self.context)
         if not prompts:

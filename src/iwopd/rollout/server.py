@@ -85,7 +85,6 @@ class ServerEngine(Engine):
         self._synced = version
 
     def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
-        """Number and answer of each request, as they are finished."""
         self._check_logprobs(requests[0])
         pool = ThreadPoolExecutor(self.settings.max_in_flight)
         try:

@@ -108,7 +108,6 @@ class VllmEngine(Engine):
             self._asleep = False
 
     def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
-        """Number and answer of each request, as they are finished."""
         vllm: Any = importlib.import_module("vllm")
         core = self.llm.llm_engine
         once = {"detokenize": False, "output_kind": vllm.sampling_params.RequestOutputKind.FINAL_ONLY}
@@ -150,7 +149,6 @@ class VllmEngine(Engine):
         self._synced = version
 
     def close(self) -> None:
-        """End vLLM; it must not be asked again."""
         self.llm.llm_engine.engine_core.shutdown()
         self._folder.cleanup()
 

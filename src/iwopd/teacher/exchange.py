@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -15,8 +16,7 @@ class UnreachableError(Exception):
     """A transport error or a 5xx: worth another try."""
 
 
-def client(urls: tuple[str, ...]) -> httpx.AsyncClient:
-    """A client for one conversation."""
+def client(urls: Sequence[str]) -> httpx.AsyncClient:
     return httpx.AsyncClient(**client_settings(urls), timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from iwopd.background import in_background
+from iwopd.config.engines import TeacherSource
 from iwopd.http_clients import GarbledError, hide_key, key_headers, parse
 from iwopd.teacher.dialects import DIALECTS, TokenSequence
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
@@ -36,27 +37,6 @@ Result = TypeVar("Result")
 Notify = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    urls: tuple[str, ...]
-    """Replicas of one model: scheme, host, port; without `/v1`."""
-    model: str | None = None
-    """What the servers call it; None: the only one they have."""
-    dialect: str = "vllm"
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the key."""
-    max_in_flight: int = 16
-    """Concurrent requests per replica."""
-    tokens_per_request: int = 8192
-    """Short sequences share a request up to this many tokens; a longer one goes alone."""
-    request_timeout: float = 300.0
-    """Seconds for one attempt."""
-    patience: float = 600.0
-    """Seconds after which a request that keeps failing ends the run."""
-    deadline: float = 7200.0
-    """Seconds for all rollouts of one `score` call."""
-
-
 @dataclass
 class _Request:
     """Sequences that are sent together."""
@@ -74,14 +54,16 @@ class _Request:
 class ServerScorer(Scorer):
     """Log-probs of given rollouts from a server."""
 
-    def __init__(self, settings: ServerSettings, *, name: str = "teacher", notify: Notify = lambda _: None) -> None:
+    def __init__(
+        self, settings: TeacherSource, *, model: str | None = None, name: str = "teacher", notify: Notify = lambda _: None
+    ) -> None:
+        """`model` is what the servers call it, where `settings` do not say; None: the only one they have."""
         self.settings, self.name, self.notify = settings, name, notify
-        self.model = settings.model
+        self.model = settings.name or model
         self.dialect = DIALECTS[settings.dialect]
         self.replicas = [Replica(url) for url in settings.urls]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        """Log-probs [T] of each rollout's response tokens, in order."""
         sequences = [
             TokenSequence((*rollout.prompt.token_ids, *rollout.response_ids.tolist()), len(rollout.prompt.token_ids))
             for rollout in rollouts
@@ -91,7 +73,7 @@ class ServerScorer(Scorer):
     def paths(self, name: str) -> Iterator[ScoringPath]:
         """One for each replica, whose precision is its own affair."""
         for url in self.settings.urls:
-            alone = ServerScorer(replace(self.settings, urls=(url,), model=self.model), name=self.name)
+            alone = ServerScorer(self.settings.model_copy(update={"urls": [url], "name": self.model}), name=self.name)
             yield ScoringPath(f"{name} ({url})", name, alone, half=True)
 
     def try_out(self, prompts: Sequence[Prompt], *, vocab_size: int, max_tokens: int) -> None:
@@ -103,13 +85,11 @@ class ServerScorer(Scorer):
 
     def score_ids(self, sequences: Sequence[TokenSequence]) -> list[list[float]]:
         """Log-probs of the ids from `start` on, in order."""
-        scores: list[list[float]] = [[] for _ in sequences]
         requests = self._requests(sequences)
-        if requests:
-            for rows, values in run_async(self._converse(requests)):
-                for row, row_values in zip(rows, values, strict=True):
-                    scores[row] = row_values
-        return scores
+        scores: dict[int, list[float]] = {}
+        for rows, values in run_async(self._converse(requests)) if requests else []:
+            scores.update(zip(rows, values, strict=True))
+        return [scores.get(row, []) for row in range(len(sequences))]
 
     def _requests(self, sequences: Sequence[TokenSequence]) -> list[_Request]:
         """Sequences grouped up to `tokens_per_request` tokens, with enough requests to keep every replica busy."""
@@ -146,10 +126,10 @@ class ServerScorer(Scorer):
                 scores = await self._attempt(replica, session, headers, request)
                 if scores is None:
                     waiting.put_nowait(request)
-                    continue
-                results.append((request.rows, scores))
-                if len(results) == len(requests):
-                    done.set()
+                else:
+                    results.append((request.rows, scores))
+                    if len(results) == len(requests):
+                        done.set()
 
         async with client(self.settings.urls) as session:
             count = min(self.settings.max_in_flight, len(requests))
@@ -208,11 +188,9 @@ class ServerScorer(Scorer):
         self, replica: Replica, session: httpx.AsyncClient, headers: dict[str, str], path: str, body: Any, most_bytes: int
     ) -> Any:
         """The parsed response of one server to one request."""
-        seconds = self.settings.request_timeout
-        method = "GET" if body is None else "POST"
-        url = replica.url + path
+        method, seconds = "GET" if body is None else "POST", self.settings.request_timeout
         status, content = await exchange(
-            session, method, url, headers=headers, body=body, seconds=seconds, most_bytes=most_bytes
+            session, method, replica.url + path, headers=headers, body=body, seconds=seconds, most_bytes=most_bytes
         )
         if status == 200:
             return parse(content)

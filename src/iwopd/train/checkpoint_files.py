@@ -56,19 +56,15 @@ class Checkpoint:
 
     @property
     def model_path(self) -> Path:
-        """For `from_pretrained`."""
         return self.path / "model"
 
     def load_model_weights(self, model: nn.Module) -> None:
-        """Copy the weights into `model`, bit for bit. Names, shapes and dtypes must agree, or nothing is touched."""
         load_weights(self.model_path, model)
 
     def load_optimizer(self, optimizer: Optimizer) -> None:
-        """Give `optimizer` the saved hyperparameters and state, each tensor in the dtype it was saved in."""
         load_optimizer(self.path, optimizer)
 
     def restore_rng(self) -> None:
-        """Set the global random generators of torch, Python and numpy to their saved states."""
         restore_rng(self.path)
 
 
@@ -118,7 +114,6 @@ def _seal(folder: Path, step: int, state: Mapping[str, Any], about: Mapping[str,
 
 
 def read_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """Read a checkpoint that has no `damage`."""
     return Checkpoint(folder, step, read_json(folder / "state.json"))
 
 

@@ -223,7 +223,6 @@ def _to_json(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `_to_json`."""
     if isinstance(value, list):
         return [_from_json(item, tensors) for item in value]
     if isinstance(value, dict):
@@ -270,7 +269,6 @@ def write_rng(folder: Path) -> None:
 
 
 def restore_rng(folder: Path) -> None:
-    """Set the generators to the states that `write_rng` saved."""
     values = read_json(folder / "rng.json")
     tensors = load_file(folder / "rng.safetensors")
     torch.set_rng_state(tensors["torch"])

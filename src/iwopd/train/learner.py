@@ -179,7 +179,6 @@ class Learner:
     def _loss(
         self, sequences: Sequences, columns: dict[str, Tensor], denominator: int, forward: ForwardPass | None
     ) -> ObjectiveLoss:
-        """The objective's loss of one micro-batch."""
         sequences = sequences.to(self.lm.device)
         if not self.lm.fused:
             with self.accelerator.autocast():

@@ -28,8 +28,6 @@ class ManyRunsError(UserError, RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class PlannedRun:
-    """A run to be made."""
-
     title: str
     folder: Path
     config: Config

@@ -24,7 +24,6 @@ def training_progress(step: int, steps: int) -> float:
 
 
 def step_metrics(scored: ScoredStep, signal: TrainingSignal, rollouts: Sequence[Rollout], update: Update) -> dict[str, Any]:
-    """What happened in a step, by name."""
     lengths = [len(rollout) for rollout in rollouts]
     return {
         "rollout/length_mean": sum(lengths) / len(lengths),

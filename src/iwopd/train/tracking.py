@@ -71,7 +71,6 @@ class Tracker:
             self.view.evaluation(record)
 
     def say(self, text: str) -> None:
-        """A message for the person."""
         if self.is_main and self.config.tracking.console != "off":
             self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 

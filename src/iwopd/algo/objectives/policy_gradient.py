@@ -46,21 +46,17 @@ class PolicyGradient(Objective):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The evidence of rule and advantage, and the reference for the auxiliary KL."""
         own = set(ADVANTAGES[self.advantage].needs) - {WEIGHTS}
         return super().needs | own | ({"reference_logprobs"} if self.kl_coef else set())
 
     @property
     def needs_output_matrix(self) -> str | None:
-        """The entropy bonus looks at the whole distribution."""
         return "the entropy bonus (method.entropy_coef)" if self.entropy_coef else None
 
     def direction(self, evidence: Evidence, weights: Tensor) -> Tensor:
-        """The weighted advantage [B, T]."""
         return ADVANTAGES[self.advantage].weighted(evidence, weights, dict(self.advantage_params))
 
     def columns(self, evidence: Evidence, signal: TrainingSignal) -> dict[str, Tensor]:
-        """Old log-probs, weighted advantages, and what the optional terms need."""
         found = {"old_logprobs": evidence.old_logprobs, "advantages": signal.advantages, "supervised": signal.supervised}
         if evidence.rollout_logprobs is not None:
             found["correction"] = rollout_correction(
@@ -71,7 +67,6 @@ class PolicyGradient(Objective):
         return found
 
     def loss(self, student: StudentTokens, columns: Mapping[str, Tensor], denominator: float) -> PolicyLoss:
-        """From hidden states, without [N, V] logits."""
         return fused_policy_loss(
             student.hidden,
             student.weight,
@@ -87,7 +82,6 @@ class PolicyGradient(Objective):
         )
 
     def logprobs_loss(self, logprobs: Tensor, columns: Mapping[str, Tensor], denominator: float) -> PolicyLoss:
-        """From log-probs [N]."""
         known = (columns["old_logprobs"], columns["advantages"], columns["supervised"])
         return policy_loss(logprobs, *known, **self._terms(columns, denominator))
 
@@ -102,12 +96,10 @@ class PolicyGradient(Objective):
         }
 
     def no_stats(self) -> PolicyStats:
-        """No token was clipped, because there was none."""
         return PolicyStats.empty()
 
     @classmethod
     def settings(cls, values: Mapping[str, Any]) -> dict[str, Setting]:
-        """Its own settings, then those of the advantage that `values` choose."""
         found = super().settings(values)
         del found["advantage_params"]
         chosen = ADVANTAGES[values.get("advantage", found["advantage"].default)]

@@ -21,7 +21,6 @@ SEQUENCES = 2
 
 
 def local_models(parts: Parts) -> dict[str, Any]:
-    """The models that live in this process, by name."""
     return {name: one.lm.model for kind, scorer in _scorers(parts).items() for name, one in scorer.local(kind).items()}
 
 
