@@ -26,8 +26,8 @@ from iwopd.runs.directory import RunDirectory
 from iwopd.runs.logs import RunError
 from iwopd.tiny import build_tokenizer
 from iwopd.train.checkpoint import CheckpointStore
-from iwopd.train.loop import TrainingStoppedError
 from iwopd.train.run import run_training
+from iwopd.train.state import TrainingStoppedError
 from iwopd.train.tracking import Tracker
 from models import save_pair
 

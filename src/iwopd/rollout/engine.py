@@ -30,7 +30,7 @@ class EngineError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Student:
-    """What an engine writes with. The model is loaded when an engine first asks for it: a server may have its own."""
+    """What an engine writes with. The model is loaded when it is first asked for: a server may have its own."""
 
     load: Callable[[], Any]
     vocab_size: int

@@ -34,8 +34,7 @@ class LeanDecoder:
         self.clear()
 
     def clear(self) -> None:
-        self.count = 0
-        self.columns = 0
+        self.count = self.columns = 0
         self.starts = torch.empty(0, dtype=torch.long)  # [n] first column of each row, on the CPU
         self.positions = torch.empty(0, dtype=torch.long, device=self.device)  # [n] of the next token
         self._note_starts()
@@ -91,8 +90,7 @@ class LeanDecoder:
             return output.reshape(count, -1)
 
         hidden = self.model.states(ids, self.positions, attend)
-        self.columns += 1
-        self.positions = self.positions + 1
+        self.columns, self.positions = self.columns + 1, self.positions + 1
         return self.model.head(hidden)
 
     def select(self, order: Tensor) -> None:
@@ -102,8 +100,7 @@ class LeanDecoder:
             for cache in (self.keys, self.values):
                 cache[:, moved] = cache[:, origin]
         self.count = len(order)
-        self.starts = self.starts[order.cpu()]
-        self.positions = self.positions[order]
+        self.starts, self.positions = self.starts[order.cpu()], self.positions[order]
         self._note_starts()
 
     def _note_starts(self) -> None:

@@ -39,7 +39,7 @@ class Sampler(Protocol):
         max_tokens: Sequence[int] | None = None,
         finished: Listener | None = None,
     ) -> list[Rollout]:
-        """`samples` rollouts of each prompt, in the order of the prompts, with the student's weights of this moment.
+        """`samples` rollouts of each prompt, prompt by prompt, with the student's weights of this moment.
 
-        `max_tokens` sets a limit for each prompt, up to the settings' own.
+        `max_tokens` sets a limit for each prompt, up to the settings'. `finished` hears of rollouts while others are written.
         """

@@ -21,8 +21,8 @@ from iwopd.types import Rollout
 
 def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: int) -> Iterator[dict[str, Any]]:
     """The first few rollouts of an evaluation with every token's numbers, for the report's token view."""
-    count = config.eval.kept_rollouts
-    rollouts = [rollout for rollout in evaluation.rollouts if rollout.sample == 0][:count]
+    places = [row for row, rollout in enumerate(evaluation.rollouts) if rollout.sample == 0][: config.eval.kept_rollouts]
+    rollouts = [evaluation.rollouts[place] for place in places]
     if not rollouts:
         return
     old, teacher = parts.student_scorer.score(rollouts), parts.teacher_scorer.score(rollouts)
@@ -37,9 +37,8 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
     )
     signal = parts.objective.signal(evidence)
     divergence = _full_kl(parts, rollouts)
-    places = [row for row, rollout in enumerate(evaluation.rollouts) if rollout.sample == 0]
     right = evaluation.result.scores.reshape(-1)
-    for row, rollout in enumerate(rollouts):
+    for row, (place, rollout) in enumerate(zip(places, rollouts, strict=True)):
         length = len(rollout)
         yield {
             "step": step,
@@ -47,8 +46,8 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
             "prompt_id": rollout.prompt.id,
             "prompt": rollout.prompt.text,
             "answer": rollout.prompt.answer,
-            "text": evaluation.texts[places[row]],
-            "correct": bool(right[places[row]] > 0.5),
+            "text": evaluation.texts[place],
+            "correct": bool(right[place] > 0.5),
             "stop_reason": rollout.stop_reason,
             "token_ids": rollout.response_ids.tolist(),
             "tokens": [str(parts.tokenizer.decode([token])) for token in rollout.response_ids.tolist()],

@@ -44,19 +44,15 @@ def signal_metrics(signal: TrainingSignal) -> dict[str, Any]:
     mask = signal.mask
     gap, weights = signal.gap[mask], signal.weights[mask]
     profile = algo.position.position_profile(signal.gap, mask, bins=POSITION_BINS, kl=-signal.gap, weights=signal.weights)
-    metrics: dict[str, Any] = {
+    curves = {"abs_gap": profile.abs_gap, "kl": profile.kl, "weights": profile.weights}
+    return {
         "kl/sampled": -mean(gap),
         "gap/abs_mean": mean(gap.abs()),
         "weights/mean": mean(weights),
         "weights/min": float(weights.min()) if len(weights) else 0.0,
         "weights/max": float(weights.max()) if len(weights) else 0.0,
-        "position/abs_gap": profile.abs_gap.mean.tolist(),
+        **{f"position/{name}": curve.mean.tolist() for name, curve in curves.items() if curve is not None},
     }
-    if profile.kl is not None:
-        metrics["position/kl"] = profile.kl.mean.tolist()
-    if profile.weights is not None:
-        metrics["position/weights"] = profile.weights.mean.tolist()
-    return metrics
 
 
 def mean(values: Tensor) -> float:

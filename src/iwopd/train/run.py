@@ -109,5 +109,4 @@ def _bring_back(checkpoint: Checkpoint, parts: Parts) -> TrainingState:
     checkpoint.load_model_weights(parts.student)
     checkpoint.load_optimizer(parts.learner.optimizer)
     checkpoint.restore_rng()
-    state = checkpoint.state
-    return TrainingState(**state)
+    return TrainingState(**checkpoint.state)

@@ -23,8 +23,8 @@ from iwopd.runs.directory import RunDirectory
 from iwopd.runs.logs import RunError
 from iwopd.train.doctor import refuse
 from iwopd.train.loading import open_world
-from iwopd.train.loop import TrainingStoppedError
 from iwopd.train.progress import PretrainingListener
+from iwopd.train.state import TrainingStoppedError
 from iwopd.train.tracking import Tracker
 
 POLL = 0.5
