@@ -1,10 +1,9 @@
 """A causal language model as this project uses it: log-probs of response tokens, through a head that never holds [N, V].
 
 Any transformers causal LM whose logits are `hidden @ weight.T + bias` of its last hidden states takes the fused head. Some
-do more (soft caps, logit scales). `ResponseModel.check_head` compares both on a few hundred tokens before anything is scored;
-such a model then uses its own logits, a chunk of tokens at a time (`own_head`), or a sequence at a time where that fails.
-
-Sequences travel without padding, one after the other. Where the model allows it (`packing`) they also go through it that way.
+do more (soft caps, logit scales). `ResponseModel.check_head` finds them on a few hundred tokens before anything is scored: they
+use their own logits, a chunk of tokens at a time (`own_head`), or a sequence at a time where that fails.
+Sequences stand one after the other without padding. Where the model allows it (`packing`) they also go through it that way.
 
 Shape letters: B sequences, M tokens that the model reads, N response tokens, H hidden size, V vocabulary.
 """
@@ -94,11 +93,9 @@ class ResponseModel:
 
     def __init__(self, model: nn.Module, *, temperature: float = 1.0, vocab_size: int | None = None) -> None:
         self.model: Any = model
-        self.temperature = temperature
-        self.vocab_size = vocab_size
-        self.fused = True
-        self.chunked = True
-        """Where the head is not fused: whether the model's own logits can be had a chunk at a time."""
+        self.temperature, self.vocab_size = temperature, vocab_size
+        self.fused = self.chunked = True
+        """Whether the head is fused; if not, whether the model's own logits can be had a chunk at a time."""
 
     @property
     def device(self) -> torch.device:

@@ -1,8 +1,7 @@
 """A model's own logits of hidden states that are known already, a chunk of tokens at a time.
 
-For heads that are more than a matrix (soft caps, scales). What such a model does behind its body stands nowhere but in its
-forward pass, so that is run, with a stand-in for the body that answers with the known states. Not every model has a body that
-can be taken out: whoever uses this compares it with the whole forward pass first (`lm.ResponseModel.check_head`).
+For heads that are more than a matrix (soft caps, scales): the model's forward pass is run with a stand-in for its body that
+returns the known states. This does not work for every model, so `lm.ResponseModel.check_head` compares it first.
 """
 
 from __future__ import annotations

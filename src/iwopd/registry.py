@@ -6,8 +6,7 @@ an entry point in the registry's group:
     [project.entry-points."iwopd.weights"]
     half-life = "my_package.rules:half_life"
 
-Names are known at once. The code behind an entry point is imported when it is first asked for, so a broken plug-in harms only
-those who use it, and they are told.
+The code of an entry point is imported when it is first asked for, so a broken plug-in harms only those who use it.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     Prompt --rollout--> Rollout --teacher--> ScoredRollout --batch--> TokenBatch --algo--> loss
            --train--> StepStats;   --every k steps--> EvalResult
 
-Shape letters: B rollouts, T response tokens of the longest, N response tokens of all (in an evaluation: problems), K samples
-per problem.
-Every object checks its shapes, dtypes and finiteness when it is built; the error names the field and the place. Objects with
-tensors are equal only to themselves. Log-probs are natural, at the sampling temperature, over the full vocabulary.
+Shape letters: B rollouts, T response tokens of the longest, N response tokens of all (in an evaluation: problems), K samples.
+Every object checks its shapes, dtypes and finiteness when it is built. Objects with tensors are equal only to themselves.
+Log-probs are natural, at the sampling temperature, over the full vocabulary.
 """
 
 from __future__ import annotations
@@ -150,11 +149,7 @@ class TokenBatch:
 
     @classmethod
     def collate(cls, rollouts: Sequence[ScoredRollout], *, correct_rollouts: bool = False) -> TokenBatch:
-        """Put scored rollouts into one batch.
-
-        `correct_rollouts` carries the engine's own log-probs along for `algo.rollout_correction`. Reference log-probs
-        go along if every rollout has them; if only some do, that is an error.
-        """
+        """One batch of scored rollouts; `correct_rollouts` takes the engine's own log-probs along for the correction."""
         if not rollouts:
             raise ValueError("cannot make a TokenBatch of no rollouts")
         reference = [item.reference_logprobs for item in rollouts if item.reference_logprobs is not None]

@@ -35,13 +35,10 @@ def fused_policy_loss(
 ) -> PolicyLoss:
     """`policy_loss` of `token_logprobs`, without the [T, V] logits and without computing them twice.
 
-    `hidden` [..., H], `weight` [V, H], the rest [...]. Old log-probs, advantages and mask are known beforehand, so the
-    derivative of the loss by a token's log-prob needs that token alone: each chunk of rows makes its logits, its
-    log-probs, that derivative (by autograd through `policy_loss` itself) and its gradients before the next chunk
-    starts. Three matrix products, none repeated, and one chunk of logits in memory. Padding takes no part.
-
-    The gradients are kept until `backward`, which hands them on; a second backward through a retained graph computes them
-    again.
+    `hidden` [..., H], `weight` [V, H], the rest [...]. The derivative of the loss by a token's log-prob needs that token alone,
+    so each chunk of rows makes its logits, log-probs, that derivative (by autograd through `policy_loss`) and its gradients
+    before the next chunk starts: three matrix products, one chunk of logits in memory. Padding takes no part.
+    `backward` hands the gradients on; a second one through a retained graph computes them again.
     """
     check_mask(mask)
     check_loss_arguments(denominator, clip, dual_clip)
@@ -122,8 +119,7 @@ class _FusedPolicyLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
-        # Let go of the buffers, so that the engine takes them over instead of copying them. A second backward through
-        # a retained graph has to work them out again.
+        # Let go of the buffers, so that the engine takes them over instead of copying them.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = _one_pass(hidden, weight, bias, list(ctx.needs_input_grad[:3]), *ctx.work)[2]

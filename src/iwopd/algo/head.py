@@ -104,8 +104,7 @@ class Chunk(NamedTuple):
     logits: Tensor
     """[R, V]; the buffer is reused for the next chunk, so consumers may overwrite it."""
     spare: tuple[Tensor, ...]
-    """Working memory [R, V] of the same kind, also reused: allocating it anew for each chunk would cost page faults and
-    leave holes in the heap."""
+    """Working memory [R, V] of the same kind, also reused: allocating it for each chunk would cost page faults."""
 
 
 def row_chunks(head: OutputHead, hidden: Tensor, index: Tensor | None = None, spare: int = 0) -> Iterator[Chunk]:

@@ -113,11 +113,9 @@ class _RowFunction(Protocol):
 
     def value(self, chunk: Chunk) -> Tensor:
         """The function, [R]."""
-        ...
 
     def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
         """The derivative of `sum(upstream * value)` by the logits, [R, V]; `value` and `upstream` are [R, 1]."""
-        ...
 
 
 def _through_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: OutputHead, function: _RowFunction) -> Tensor:

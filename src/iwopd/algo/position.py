@@ -1,8 +1,7 @@
 """Statistics by position: where in an answer the two models disagree, and where the weights go.
 
-Positions are counted over valid tokens, either as a fraction of the response (`fraction_bins`) or in tokens
-(`position_bins`). A statistic keeps its sums per rollout, so that batches can be concatenated and intervals taken over
-rollouts later.
+Positions are counted over valid tokens, as a fraction of the response (`fraction_bins`) or in tokens (`position_bins`). A
+statistic keeps its sums per rollout, so that batches can be concatenated and intervals taken over rollouts later.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from iwopd.algo._checks import check_batch_mask, check_tokens, keep, wide
+from iwopd.algo._checks import check_batch, check_batch_mask, check_tokens, keep, wide
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,7 @@ def bin_values(values: Tensor, index: Tensor, bins: int) -> Binned:
 @torch.no_grad()
 def cumulative_loglikelihood(logprobs: Tensor, mask: Tensor) -> Tensor:
     """Log-likelihood of the prefix up to and including each token, `sum_{k<=t} lp[k]` (Fig. 3c), [B, T] float64."""
-    check_batch_mask(mask)
-    check_tokens("logprobs", logprobs, mask)
+    check_batch(mask, logprobs=logprobs)
     return keep(wide(keep(logprobs, mask)).cumsum(-1), mask)
 
 

@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(self, student: Student, settings: Any) -> None:
         """`settings` is a `settings_type`."""
-        self.student = student
+        self.student, self.settings = student, settings
 
     @classmethod
     def check(cls, settings: Any, *, trained: bool) -> None:

@@ -65,7 +65,6 @@ class RequestEngine(Engine):
 
     def __init__(self, student: Student, settings: VllmSettings | ServerSettings) -> None:
         super().__init__(student, settings)
-        self.settings: Any = settings
         self._synced: list[float] | None = None
         """`weights_version` of what it writes with."""
 

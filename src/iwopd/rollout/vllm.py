@@ -116,7 +116,11 @@ class VllmEngine(RequestEngine):
         finally:
             if waiting:  # whoever asked has failed: the next ones must not get these answers
                 core.abort_request(sorted(waiting))
-        if self.settings.sleep and not self._asleep:  # level 2 drops the weights: they come again with `update_weights`
+        self._rest()
+
+    def _rest(self) -> None:
+        """Free the GPU's memory, if so set. Level 2 drops the weights: they come again with `update_weights`."""
+        if self.settings.sleep and not self._asleep:
             self.llm.sleep(level=2)
             self._asleep = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, get_type_hints
 
 from torch import Tensor
@@ -103,16 +103,12 @@ class PolicyGradient(Objective):
         found = super().settings(values)
         del found["advantage_params"]
         chosen = ADVANTAGES[values.get("advantage", found["advantage"].default)]
-        types = get_type_hints(chosen.function)
-        more = {
-            name: Setting(default, types.get(name, Any), f"of the advantage {chosen.name!r}")
-            for name, default in chosen.params.items()
-        }
-        return {**found, **more}
+        types, about = get_type_hints(chosen.function), f"of the advantage {chosen.name!r}"
+        return found | {name: Setting(default, types.get(name, Any), about) for name, default in chosen.params.items()}
 
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> Self:
         """The objective with these settings; those of the advantage stand among them."""
         own = super().settings(values)
         rest = {name: value for name, value in values.items() if name not in own}
-        return replace(cls(**{name: value for name, value in values.items() if name in own}), advantage_params=rest)
+        return cls(**{name: value for name, value in values.items() if name in own} | {"advantage_params": rest})
