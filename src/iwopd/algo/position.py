@@ -136,24 +136,12 @@ def position_profile(
         edges = torch.arange(bins + 1, dtype=torch.float64) * width
     else:
         raise ValueError(f"by must be 'fraction' or 'position', got {by!r}")
-
-    def optional(values: Tensor | None) -> Binned | None:
-        return None if values is None else bin_values(values, index, bins)
-
-    def prefix(logprobs: Tensor | None) -> Tensor | None:
-        return None if logprobs is None else cumulative_loglikelihood(logprobs, mask)
-
+    more = {"kl": kl, "weights": weights}
+    for name, logprobs in (("student", student_logprobs), ("teacher", teacher_logprobs)):
+        more[f"{name}_loglikelihood"] = None if logprobs is None else cumulative_loglikelihood(logprobs, mask)
+    binned = {name: bin_values(values, index, bins) for name, values in more.items() if values is not None}
     abs_gap = bin_values(gap.abs(), index, bins)
-    return PositionProfile(
-        by=by,
-        edges=edges,
-        tokens=abs_gap.counts.sum(0),
-        abs_gap=abs_gap,
-        kl=optional(kl),
-        weights=optional(weights),
-        student_loglikelihood=optional(prefix(student_logprobs)),
-        teacher_loglikelihood=optional(prefix(teacher_logprobs)),
-    )
+    return PositionProfile(by, edges, abs_gap.counts.sum(0), abs_gap, **binned)
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -181,7 +181,12 @@ def _other_teacher(config: Config, path: str, tokenizer: Any, device: torch.devi
 
 
 def _reference_scorer(
-    config: Config, world: tiny.World | None, tokenizer: Any, student: Any, scorer: Any, device: torch.device
+    config: Config,
+    world: tiny.World | None,
+    tokenizer: Any,
+    student: Any,
+    scorer: Callable[..., LocalScorer],
+    device: torch.device,
 ) -> Scorer | None:
     """Scores under the reference, where the method needs one: a model of its own, or the student without its adapter."""
     if not config.method.made.needs_reference:

@@ -1,11 +1,13 @@
-"""A few rollouts of each evaluation, kept token by token for the report."""
+"""What is kept token by token: a few rollouts of each evaluation for the report, and batches whose update was skipped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from iwopd import algo
@@ -16,7 +18,7 @@ from iwopd.lm import Sequences
 from iwopd.modes import eval_mode
 from iwopd.train.assembly import Parts
 from iwopd.train.metrics import training_progress
-from iwopd.types import Rollout
+from iwopd.types import Rollout, TokenBatch
 
 
 def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: int) -> Iterator[dict[str, Any]]:
@@ -57,6 +59,13 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
             "weights": _rounded(signal.weights[row, :length]),
             **({} if divergence is None else {"kl": _rounded(divergence[row])}),
         }
+
+
+def dump_skipped(folder: Path, batch: TokenBatch, columns: dict[str, Tensor], step: int) -> None:
+    """Keep the batch of a skipped update: ids and lengths, and what the loss received of each token."""
+    names = ("prompt_ids", "prompt_lengths", "response_ids", "lengths", "old_logprobs", "teacher_logprobs")
+    tensors = {**{name: getattr(batch, name) for name in names}, **columns}
+    save_file({name: values.contiguous() for name, values in tensors.items()}, folder / f"skipped-step-{step:06d}.safetensors")
 
 
 @torch.no_grad()

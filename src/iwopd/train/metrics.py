@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
     from iwopd.train.scoring import ScoredStep
 
 POSITION_BINS = 10
+
+
+class Clock:
+    """Wall time by stage."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """The stage `name` ends now; the next one begins."""
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
 
 
 def training_progress(step: int, steps: int) -> float:

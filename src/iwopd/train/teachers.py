@@ -21,7 +21,8 @@ LocalTeacher = Callable[[str | None], Scorer]
 
 def build_teacher(config: Config, tokenizer: Any, prompts: Sequence[Prompt], max_tokens: int, local: LocalTeacher) -> Scorer:
     """The teacher of a run, its servers tried out on real prompts."""
-    sources: dict[str | None, TeacherSource] = {None: config.teacher, **config.teacher.others}
+    sources: dict[str | None, TeacherSource] = {None: config.teacher}
+    sources.update(config.teacher.others)
     router = RoutedScorer({name: _scorer(config, name, source, tokenizer, local) for name, source in sources.items()})
     router.try_out(prompts, vocab_size=len(tokenizer), max_tokens=max_tokens)
     return router if config.teacher.others else router.teachers[None]
