@@ -23,8 +23,8 @@ from iwopd.rollout.decoding import Decoder, ModelDecoder
 from iwopd.rollout.engine import Engine
 from iwopd.rollout.lean_decoder import LeanDecoder
 from iwopd.rollout.noise import stream_key, uniforms
-from iwopd.rollout.sampler import UNLIMITED, Listener
-from iwopd.rollout.sampling import SamplingError, SamplingSettings, choose
+from iwopd.rollout.sampler import UNLIMITED, Listener, Sampler
+from iwopd.rollout.sampling import SamplingSettings, choose
 from iwopd.types import Prompt, Rollout
 
 Path = Literal["auto", "lean", "model"]
@@ -52,7 +52,7 @@ class LocalEngine(Engine):
         return LocalSampler(student.model, settings, pad_id=student.pad_id, vocab_size=student.vocab_size)
 
 
-class LocalSampler:
+class LocalSampler(Sampler):
     """Writes rollouts with a model in this process, whose weights it reads again at every call."""
 
     def __init__(
@@ -78,30 +78,17 @@ class LocalSampler:
             raise ValueError(f"cache_tokens must be >= 1, got {cache_tokens}")
         self.model: Any = model
         self.settings, self.path, self.cache_tokens = settings, path, cache_tokens
-        self._embeddings = len(self.model.get_input_embeddings().weight)
-        if vocab_size is not None and not 0 < vocab_size <= self._embeddings:
-            raise ValueError(f"vocab_size is {vocab_size}, the model has {self._embeddings} ids")
-        if not 0 <= pad_id < self._embeddings:
-            raise ValueError(f"pad_id is {pad_id}, the model embeds ids 0..{self._embeddings - 1}")
+        self.rows = len(self._embedding)
+        if vocab_size is not None and not 0 < vocab_size <= self.rows:
+            raise ValueError(f"vocab_size is {vocab_size}, the model has {self.rows} ids")
+        if not 0 <= pad_id < self.rows:
+            raise ValueError(f"pad_id is {pad_id}, the model embeds ids 0..{self.rows - 1}")
         self.pad_id, self.vocab_size = pad_id, vocab_size
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seed: int,
-        step: int,
-        samples: int = 1,
-        max_tokens: Sequence[int] | None = None,
-        finished: Listener | None = None,
+    def write(
+        self, prompts: Sequence[Prompt], limits: Sequence[int], samples: int, seed: int, step: int, finished: Listener | None
     ) -> list[Rollout]:
-        """See `Sampler`. Prompts that share an id share their noise."""
-        if samples < 1:
-            raise ValueError(f"samples must be >= 1, got {samples}")
-        limits = [self.settings.max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
-        self._check(prompts, limits)
-        if not prompts:
-            return []
+        """Prompts that share an id share their noise."""
         plan = _Plan(prompts, limits, samples, seed, step)
         rollouts: dict[int, Rollout] = {}
         at_once = len(plan) if finished is None else max(1, len(plan) // TELLINGS)
@@ -109,7 +96,7 @@ class LocalSampler:
         # Inference mode makes small operations a tenth faster than no_grad; what a model keeps of it could not be trained on.
         with eval_mode(self.model), torch.inference_mode() if obstacle is None else torch.no_grad():
             decoder, rows = self._decoder(plan, lean=obstacle is None)
-            run = _Run(decoder, self.settings, plan, self.pad_id, rows, self.device)
+            run = _Run(decoder, self.settings, plan, self.pad_id, rows, self._embedding.device)
             for row, tokens, logprobs in run.finish(at_once):
                 ended = int(tokens[-1]) in self.settings.stop_ids
                 prompt, sample = divmod(row, samples)
@@ -120,32 +107,14 @@ class LocalSampler:
         return [rollouts[row] for row in range(len(plan))]
 
     @property
-    def device(self) -> torch.device:
-        """Where prompts go: the device of the input embeddings."""
-        device: torch.device = self.model.get_input_embeddings().weight.device
-        return device
+    def _embedding(self) -> Tensor:
+        """[ids, H]: on the device where prompts go."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
 
     @property
     def context(self) -> int:
         return context_length(self.model.config) or UNLIMITED
-
-    def _check(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
-        if len(limits) != len(prompts):
-            raise SamplingError(f"max_tokens has {len(limits)} limits for {len(prompts)} prompts")
-        most = self.context
-        for prompt, limit in zip(prompts, limits, strict=True):
-            if not 1 <= limit <= self.settings.max_tokens:
-                raise SamplingError(f"max_tokens of {prompt.id!r} is {limit}; it must lie in 1..{self.settings.max_tokens}")
-            if len(prompt.token_ids) + limit > most:
-                raise SamplingError(
-                    f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens: with max_tokens {limit} that is "
-                    f"{len(prompt.token_ids) + limit}, but the model's max_position_embeddings is {most}; "
-                    "lower max_tokens or filter long prompts"
-                )
-            if max(prompt.token_ids) >= self._embeddings:
-                raise SamplingError(
-                    f"prompt {prompt.id!r} has id {max(prompt.token_ids)}; the model has {self._embeddings} ids"
-                )
 
     def _lean_obstacle(self) -> str | None:
         """Why the model's own forward is used, or None if it is not."""

@@ -17,7 +17,7 @@ import torch
 from iwopd.config.engines import ServerSettings, VllmSettings
 from iwopd.rollout.engine import Engine, Student
 from iwopd.rollout.noise import stream_key
-from iwopd.rollout.sampler import Listener
+from iwopd.rollout.sampler import Listener, Sampler
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
 from iwopd.types import Prompt, Rollout
 
@@ -80,38 +80,29 @@ class RequestEngine(Engine):
         raise NotImplementedError
 
 
-class RequestSampler:
-    """A `Sampler` that asks an engine, with one request per rollout, because each has a seed of its own."""
+class RequestSampler(Sampler):
+    """Asks an engine, with one request per rollout, because each has a seed of its own."""
+
+    too_long = "the engine takes {context}; raise max_model_len (engine.vllm, or --max-model-len of the server), "
 
     def __init__(self, engine: RequestEngine, settings: SamplingSettings) -> None:
         check_settings(settings)
         self.engine, self.settings = engine, settings
-        self.vocab_size = engine.student.vocab_size
-        self.vocabulary = Vocabulary(self.vocab_size, engine.student.rows)
+        self.vocab_size, self.rows = engine.student.vocab_size, engine.student.rows
+        self.vocabulary = Vocabulary(self.vocab_size, self.rows)
 
     @property
     def context(self) -> int:
         return self.engine.context
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seed: int,
-        step: int,
-        samples: int = 1,
-        max_tokens: Sequence[int] | None = None,
-        finished: Listener | None = None,
+    def write(
+        self, prompts: Sequence[Prompt], limits: Sequence[int], samples: int, seed: int, step: int, finished: Listener | None
     ) -> list[Rollout]:
-        limits = [self.settings.max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
-        check_prompts(prompts, limits, self.vocabulary, self.context)
-        if not prompts:
-            return []
         places = [(prompt, sample, limit) for prompt, limit in zip(prompts, limits, strict=True) for sample in range(samples)]
-        requests = []
+        fields, requests = request_fields(self.settings, self.vocabulary), []
         for prompt, sample, limit in places:
             own = {"prompt": list(prompt.token_ids), "max_tokens": limit, "seed": request_seed(seed, step, prompt.id, sample)}
-            requests.append(request_fields(self.settings, self.vocabulary) | own)
+            requests.append(fields | own)
         self.engine.update_weights()
         rollouts: dict[int, Rollout] = {}
         with closing(self.engine.answers(requests)) as answers:
@@ -135,19 +126,6 @@ def check_settings(settings: SamplingSettings) -> None:
             f"temperature is {settings.temperature}: vLLM would sample at {LEAST_TEMPERATURE} instead; take 0 (greedy), "
             f"{LEAST_TEMPERATURE} or more"
         )
-
-
-def check_prompts(prompts: Sequence[Prompt], limits: Sequence[int], vocabulary: Vocabulary, context: int) -> None:
-    """Refuse what the engine would refuse or cut, with the prompt's name."""
-    for prompt, limit in zip(prompts, limits, strict=True):
-        if len(prompt.token_ids) + limit > context:
-            raise SamplingError(
-                f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens: with max_tokens {limit} that is "
-                f"{len(prompt.token_ids) + limit}, but the engine takes {context}; raise max_model_len (engine.vllm, or "
-                "--max-model-len of the server), lower max_tokens or filter long prompts"
-            )
-        if max(prompt.token_ids) >= vocabulary.rows:
-            raise SamplingError(f"prompt {prompt.id!r} has id {max(prompt.token_ids)}; the student has {vocabulary.rows} ids")
 
 
 def request_fields(settings: SamplingSettings, vocabulary: Vocabulary) -> dict[str, Any]:
