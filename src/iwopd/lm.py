@@ -165,10 +165,8 @@ class ResponseModel:
     def head_logprobs(self, hidden: Tensor, response_ids: Tensor) -> Tensor:
         """Log-probs [N] of tokens [N] from the hidden states [N, H] that predict them."""
         weight, bias = self.head
-        hidden, response_ids = hidden.to(weight.device), response_ids.to(weight.device)
-        return algo.token_logprobs(
-            hidden, weight, response_ids, bias=bias, temperature=self.temperature, vocab_size=self.vocab_size
-        )
+        hidden, ids = hidden.to(weight.device), response_ids.to(weight.device)
+        return algo.token_logprobs(hidden, weight, ids, bias=bias, temperature=self.temperature, vocab_size=self.vocab_size)
 
     def check_head(self, sequences: Sequences, *, trained: bool = True) -> HeadCheck:
         """Compare every path that this model takes with its own logits. Beyond the tolerance the fused head is not used.
@@ -196,10 +194,8 @@ class ResponseModel:
 
     def _chunk_logprobs(self, sequences: Sequences) -> Tensor:
         """From the model's own logits of known hidden states."""
-        hidden = self.token_hidden(sequences)
-        return own_logprobs(
-            self.model, hidden, sequences.response_ids, temperature=self.temperature, vocab_size=self.vocab_size
-        )
+        hidden, ids = self.token_hidden(sequences), sequences.response_ids
+        return own_logprobs(self.model, hidden, ids, temperature=self.temperature, vocab_size=self.vocab_size)
 
     def _row_logprobs(self, sequences: Sequences) -> Tensor:
         """From whole forward passes, one sequence at a time."""
@@ -222,9 +218,10 @@ def _difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max()) if one.numel() else 0.0
 
 
-def _check_budget(budget: int) -> None:
+def _longest_first(lengths: Sequence[int], budget: int) -> list[int]:
     if budget < 1:
         raise ValueError(f"the token budget must be at least 1, got {budget}")
+    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
 def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> list[list[int]]:
@@ -232,10 +229,9 @@ def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> lis
 
     A row joins a micro-batch only if it is at least `fill` as long as its longest, which bounds the padding.
     """
-    _check_budget(budget)
     batches: list[list[int]] = []
     longest = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    for row in _longest_first(lengths, budget):
         current = batches[-1] if batches else []
         if current and (len(current) + 1) * longest <= budget and lengths[row] >= fill * longest:
             current.append(row)
@@ -247,10 +243,9 @@ def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> lis
 
 def packed_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Deal rows to micro-batches of at most `budget` tokens (or one row), longest first: like lengths are neighbours."""
-    _check_budget(budget)
     batches: list[list[int]] = []
     room = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    for row in _longest_first(lengths, budget):
         if not batches or lengths[row] > room:
             batches.append([])
             room = budget

@@ -40,10 +40,7 @@ def _known_states(model: Any, hidden: Tensor) -> Iterator[None]:
 
 
 def own_logprobs(model: Any, hidden: Tensor, ids: Tensor, *, temperature: float, vocab_size: int | None) -> Tensor:
-    """Log-probs [N] of tokens `ids` [N] from the last hidden states [N, H] that predict them; differentiable.
-
-    The backward pass computes each chunk's logits again, so that those of one chunk exist at a time there, too.
-    """
+    """Log-probs [N] of tokens `ids` [N] from hidden states [N, H]; the backward pass computes each chunk's logits again."""
 
     def compute(states: Tensor, targets: Tensor) -> Tensor:
         with _known_states(model, states[None]):

@@ -87,9 +87,7 @@ class ScoredRollout:
     def __post_init__(self) -> None:
         owner = f"ScoredRollout({self.rollout.prompt.id!r})"
         for name in ("old_logprobs", "teacher_logprobs", "reference_logprobs"):
-            values = getattr(self, name)
-            if values is not None:
-                _check_logprobs(f"{owner}.{name}", values, self.rollout.response_ids.shape)
+            _check_logprobs(f"{owner}.{name}", getattr(self, name), self.rollout.response_ids.shape)
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -126,9 +124,7 @@ class TokenBatch:
         if len(self.prompt_lengths) != len(self.lengths):
             raise ValueError(f"TokenBatch has {len(self.prompt_lengths)} prompts and {len(self.lengths)} responses")
         for name in ("old_logprobs", "teacher_logprobs", "rollout_logprobs", "reference_logprobs"):
-            values = getattr(self, name)
-            if values is not None:
-                _check_logprobs(f"TokenBatch.{name}", values, self.response_ids.shape)
+            _check_logprobs(f"TokenBatch.{name}", getattr(self, name), self.response_ids.shape)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -192,10 +188,9 @@ class StepStats:
         for name in ("step", "tokens", "rollouts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"StepStats.{name} of step {self.step} is {getattr(self, name)}; it must not be negative")
-        if not self.skipped:
-            for name in ("loss", "grad_norm"):
-                if not math.isfinite(getattr(self, name)):
-                    raise ValueError(f"StepStats.{name} of step {self.step} is {getattr(self, name)}, yet it was not skipped")
+        for name in ("loss", "grad_norm"):
+            if not (self.skipped or math.isfinite(getattr(self, name))):
+                raise ValueError(f"StepStats.{name} of step {self.step} is {getattr(self, name)}, yet it was not skipped")
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +234,9 @@ def _check_ids(name: str, ids: Tensor) -> None:
     _refuse(name, ids, ids < 0)
 
 
-def _check_logprobs(name: str, values: Tensor, shape: torch.Size) -> None:
+def _check_logprobs(name: str, values: Tensor | None, shape: torch.Size) -> None:
+    if values is None:
+        return
     if values.shape != shape:
         raise ValueError(f"{name} has shape {list(values.shape)}, expected {list(shape)}")
     if values.dtype not in (torch.float32, torch.float64):

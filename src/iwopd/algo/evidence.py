@@ -118,15 +118,10 @@ class Formula:
 
     def describe(self) -> dict[str, Any]:
         """What `iwopd methods --json` prints of it."""
+        title = getattr(self, "title", "") or self.name
         needs = [name for name in self.needs if name not in ("mask", WEIGHTS)]
-        return {
-            "name": self.name,
-            "title": getattr(self, "title", "") or self.name,
-            "formula": self.formula,
-            "source": self.source,
-            "params": self.params,
-            "needs": needs,
-        }
+        about = {"name": self.name, "title": title, "formula": self.formula, "source": self.source}
+        return {**about, "params": self.params, "needs": needs}
 
 
 def prepare(needed: Mapping[str, Any]) -> dict[str, Any]:

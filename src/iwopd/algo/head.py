@@ -108,10 +108,7 @@ class Chunk(NamedTuple):
 
 
 def row_chunks(head: OutputHead, hidden: Tensor, index: Tensor | None = None, spare: int = 0) -> Iterator[Chunk]:
-    """Work through hidden states [N, H], or through those of `index` only, in equal chunks that fit the budget.
-
-    `spare` is how many more [R, V] tensors than the logits the consumer needs.
-    """
+    """Hidden states [N, H], or those of `index`, in equal chunks that fit the budget, with `spare` more [R, V] tensors."""
     count, vocabulary = len(hidden) if index is None else len(index), len(head.weight)
     if not count:
         return

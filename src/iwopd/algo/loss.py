@@ -161,10 +161,7 @@ def _statistics(log_ratio: Tensor, ratio: Tensor, advantage: Tensor, mask: Tenso
 
 
 def low_variance_kl(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(student || reference) per token: `exp(d) - 1 - d`, `d = lp_R - lp`.
-
-    `d` is cut at 20 from above, where the exponential would overflow; downwards it is exact.
-    """
+    """Schulman's k3 estimate of KL(student || reference) per token: `exp(d) - 1 - d`, `d = lp_R - lp`, cut at 20 from above."""
     check_all(mask, logprobs=logprobs, reference_logprobs=reference_logprobs)
     difference = (keep(reference_logprobs, mask).detach() - keep(logprobs, mask)).clamp(max=LOG_RATIO_LIMIT)
     return torch.expm1(difference) - difference

@@ -75,10 +75,7 @@ def prefix_log_normalizer(student: Tensor, teacher: Tensor, mask: Tensor, alpha:
 
 
 def prefix_weights(student: Tensor, teacher: Tensor, mask: Tensor, alpha: float) -> Tensor:
-    """`r_t^alpha / Z_{alpha,t}` of every sequence and position, [Y, T], 0 outside the mask (Eq. 46).
-
-    The weight rule `ideal` estimates this from a batch of rollouts.
-    """
+    """`r_t^alpha / Z_{alpha,t}` [Y, T], 0 outside the mask (Eq. 46): what the weight rule `ideal` estimates from a batch."""
     log_ratio, _ = _prefix_ratio(student, teacher, mask, alpha)
     return keep((log_ratio - prefix_log_normalizer(student, teacher, mask, alpha)).exp(), mask)
 

@@ -35,10 +35,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class WeightRule(Formula):
-    """A weight rule: its function, what it says in one line, and what the caller must know before calling it.
-
-    The function takes evidence in float64 (`gap` [B, T], `mask` [B, T] bool, ...) and returns weights [B, T].
-    """
+    """A weight rule: its function takes evidence in float64 (`gap` [B, T], `mask` [B, T] bool, ...), returns weights [B, T]."""
 
     kind: ClassVar[str] = "weight rule"
     needs_progress: bool = False

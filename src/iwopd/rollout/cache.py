@@ -64,10 +64,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def make_roomy(cache: Any) -> bool:
-    """Replace the layers of a plain `DynamicCache`; leave any other as it is and return False.
-
-    Sliding windows and recurrent states keep accounts of their own, which must not be cut or widened from outside.
-    """
+    """Replace the layers of a plain `DynamicCache`; leave others (sliding windows, recurrent states) alone and return False."""
     layers = getattr(cache, "layers", None)
     if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
         return False

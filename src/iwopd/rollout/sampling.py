@@ -128,10 +128,7 @@ def restrict(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _top_p_border(probs: Tensor, likeliest: Tensor, top_p: float, *, complete: bool) -> Tensor:
-    """[N, 1] the smallest probability inside the top-p set.
-
-    `likeliest` [N, C] are the largest of `probs`, falling; `complete` says that the rest are 0 or tie with the last.
-    """
+    """Smallest probability [N, 1] of the top-p set. `likeliest` [N, C] fall; `complete`: the rest are 0 or tie."""
     target = probs.sum(-1, keepdim=True, dtype=torch.float64) * top_p
     reached = likeliest.cumsum(-1, dtype=torch.float64)
     needed = (reached < target).sum(-1, keepdim=True)

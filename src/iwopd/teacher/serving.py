@@ -151,9 +151,8 @@ def read_request(request: Any, name: str, model: ServingModel) -> tuple[list[lis
         if wrong is not None:
             raise RefusalError(400, f"token id {wrong} is out of vocabulary: the model has {model.vocab_size} ids")
         if len(ids) + 1 > model.max_length:
-            raise RefusalError(
-                400, f"a prompt of {len(ids)} tokens and one more do not fit into the {model.max_length} of the model"
-            )
+            found = f"a prompt of {len(ids)} tokens and one more"
+            raise RefusalError(400, f"{found} do not fit into the {model.max_length} of the model")
     return sequences, request.get("max_tokens") == 1 and request.get("logprobs") is not None
 
 

@@ -84,10 +84,7 @@ class ServingModel:
 
 
 def served_vocabulary(source: str, model: Any, *, given: int | None = None, trust_remote_code: bool = False) -> int:
-    """Ids that can occur: as many as given, else those of the model's tokenizer. Further rows of the output matrix are padding.
-
-    Where there is no tokenizer at all, all rows count. One that cannot be read is an error.
-    """
+    """Ids that can occur: as many as given, else those of the model's tokenizer, or all rows if it has none."""
     rows = output_rows(model)
     if given is not None and not 1 <= given <= rows:
         raise ModelError(f"--vocab-size is {given}, and the model has {rows} output rows: it must lie between 1 and {rows}")

@@ -52,9 +52,7 @@ class CheckpointStore:
     def __init__(self, directory: Path, *, keep: int = 2, notify: Callable[[str], None] = log.warning) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        self.directory = Path(directory)
-        self.keep = keep
-        self._notify = notify
+        self.directory, self.keep, self._notify = Path(directory), keep, notify
         if self.directory.is_dir():
             with locked(self.directory):
                 self._sweep()

@@ -89,10 +89,7 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
 
 
 def damage(folder: Path, step: int) -> str | None:
-    """What is wrong with a checkpoint; None if every file is as it was written.
-
-    A checkpoint that cannot be judged, for lack of access or because of a newer format, is an error.
-    """
+    """What is wrong with a checkpoint, or None. One that cannot be judged (no access, a newer format) is an error."""
     try:
         manifest = read_json(folder / MANIFEST)
         version, written_step = manifest["version"], manifest["step"]

@@ -94,10 +94,7 @@ class Learner:
     def update(
         self, batch: TokenBatch, columns: dict[str, Tensor], *, seed: int, step: int, forward: ForwardPass | None = None
     ) -> Update:
-        """Train on a batch, which is the whole step's on every rank.
-
-        `columns` are the objective's, [N]. `forward` is the pass that `forward` made of the same rollouts.
-        """
+        """Train on the whole step's batch; `columns` [N] are the objective's, `forward` is the pass over the same rollouts."""
         if forward is not None and len(forward.hidden) != len(batch.response_ids):
             raise ValueError(f"the forward pass has {len(forward.hidden)} tokens, the batch {len(batch.response_ids)}")
         self.lm.model.train()

@@ -39,7 +39,7 @@ class Ranks:
         if self.count == 1:
             return work(items)
         mine: list[Result] = []
-        fault: UserError | None = None
+        fault = None
         try:
             mine = work(items[self.rank :: self.count])
         except UserError as error:

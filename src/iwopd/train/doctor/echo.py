@@ -98,10 +98,7 @@ def _mean_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def _causal(path: ScoringPath, scores: list[Tensor], rollouts: Sequence[Rollout]) -> Finding:
-    """Without a model to compare with: another last token must change the last score, and no other.
-
-    Scores that are off by one change at the last but one.
-    """
+    """Without a model to compare with: another last token must change the last score, and no other."""
     rollout, before = max(zip(rollouts, scores, strict=True), key=lambda pair: len(pair[0]))
     if len(rollout) < 3:
         return passed("echo", f"{path.name} answers, but the rollouts are too short to test it")

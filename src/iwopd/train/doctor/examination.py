@@ -20,10 +20,7 @@ from iwopd.train.doctor.working import check_masks, check_sampler, check_scorers
 
 
 def examine_recipe(config: Config, folder: Path, *, static: bool = False) -> Iterator[Finding]:
-    """What can be said without weights; `folder` is the run directory. Reads tokenizers, configs and prompts.
-
-    `static`: the models will not be loaded here, so this machine's processor does not matter.
-    """
+    """What can be said without weights; `folder` is the run directory. `static`: no model is loaded on this machine."""
     yield from check_packages(config)
     if not static:
         yield from check_processor(config)
