@@ -18,10 +18,9 @@ from torch import Tensor
 
 from iwopd.background import in_background
 from iwopd.config.engines import TeacherSource
-from iwopd.http_clients import GarbledError, hide_key, key_headers, parse
+from iwopd.http_clients import CONNECT_SECONDS, GarbledError, client_settings, encode, hide_key, key_headers, parse
 from iwopd.teacher.dialects import DIALECTS, TokenSequence
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
-from iwopd.teacher.exchange import UnreachableError, client, exchange
 from iwopd.teacher.replicas import Replica
 from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.types import Prompt, Rollout
@@ -35,6 +34,10 @@ BYTES_PER_ANSWER = 2**18
 
 Result = TypeVar("Result")
 Notify = Callable[[str], None]
+
+
+class UnreachableError(Exception):
+    """A transport error or a 5xx: worth another try."""
 
 
 @dataclass
@@ -131,7 +134,7 @@ class ServerScorer(Scorer):
                     if len(results) == len(requests):
                         done.set()
 
-        async with client(self.settings.urls) as session:
+        async with _client(self.settings.urls) as session:
             count = min(self.settings.max_in_flight, len(requests))
             workers = [asyncio.create_task(work(replica, session)) for replica in self.replicas for _ in range(count)]
             finished = asyncio.create_task(done.wait())
@@ -189,7 +192,7 @@ class ServerScorer(Scorer):
     ) -> Any:
         """The parsed response of one server to one request."""
         method, seconds = "GET" if body is None else "POST", self.settings.request_timeout
-        status, content = await exchange(
+        status, content = await _exchange(
             session, method, replica.url + path, headers=headers, body=body, seconds=seconds, most_bytes=most_bytes
         )
         if status == 200:
@@ -218,7 +221,7 @@ class ServerScorer(Scorer):
 
         async def tries() -> dict[str, Any]:
             began, garbled = time.monotonic(), 0
-            async with client(self.settings.urls) as session:
+            async with _client(self.settings.urls) as session:
                 while True:
                     answers = await asyncio.gather(*(one(replica, session) for replica in self.replicas))
                     there = {r.url: a for r, a in zip(self.replicas, answers, strict=True) if not isinstance(a, Exception)}
@@ -246,3 +249,26 @@ def run_async(work: Coroutine[Any, Any, Result]) -> Result:
     except RuntimeError:
         return asyncio.run(work)
     return in_background(lambda: asyncio.run(work)).result()
+
+
+def _client(urls: Sequence[str]) -> httpx.AsyncClient:
+    return httpx.AsyncClient(**client_settings(urls), timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+
+
+async def _exchange(
+    session: httpx.AsyncClient, method: str, url: str, *, headers: dict[str, str], body: Any, seconds: float, most_bytes: int
+) -> tuple[int, bytes]:
+    """Status and content. A body that grows beyond `most_bytes` is a `TeacherError`: no honest answer is that long."""
+    try:
+        async with asyncio.timeout(seconds), session.stream(method, url, content=encode(body), headers=headers) as response:
+            pieces, size = [], 0
+            async for piece in response.aiter_raw():
+                pieces.append(piece)
+                size += len(piece)
+                if size > most_bytes:
+                    raise TeacherError(f"the answer has more than {most_bytes} bytes, far more than the question needs")
+            return response.status_code, b"".join(pieces)
+    except TimeoutError:
+        raise UnreachableError(f"no whole answer within {seconds:g} s") from None
+    except httpx.TransportError as error:
+        raise UnreachableError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
