@@ -65,7 +65,7 @@ class Registry(Mapping[str, Item], Generic[Item]):
         return iter(dict.fromkeys([*self._declared, *self._items, *self._found_plugins()]))
 
     def __len__(self) -> int:
-        return len(list(self))
+        return sum(1 for _ in self)  # list() would ask for the length
 
     def _found_plugins(self) -> dict[str, EntryPoint]:
         if self._plugins is None:
