@@ -157,21 +157,22 @@ def main() -> None:
     if cores:
         os.sched_setaffinity(0, {cores[0]})
 
-    from iwopd.teacher.server import ServerScorer, ServerSettings
+    from iwopd.config.engines import TeacherSource
+    from iwopd.teacher.server import ServerScorer
 
     bench = Bench(options.prompts, options.length)
     place = cores[1] if cores else None
     layers = FIRST_LAYERS
     for _ in range(3):
         with teacher_server(layers, place) as url:
-            rollout, teacher = bench.stages(ServerScorer(ServerSettings((url,))))
+            rollout, teacher = bench.stages(ServerScorer(TeacherSource(urls=[url])))
         print(f"teacher of {layers} layers: rollouts {rollout:.2f} s, scores {teacher:.2f} s", flush=True)
         if abs(teacher / rollout - 1) < 0.1:
             break
         layers = max(1, round(layers * rollout / teacher))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     with teacher_server(layers, place) as url:
-        scorer = ServerScorer(ServerSettings((url,)))
+        scorer = ServerScorer(TeacherSource(urls=[url]))
         for number in range(options.rounds + 1):
             prompts = bench.batch()
             for overlap, times in seconds.items():

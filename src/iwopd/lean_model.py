@@ -1,9 +1,8 @@
 """The lean path: the layers of a Qwen3, Qwen2 or Llama model as plain functions of its weights, without gradients.
 
-For models small enough to train on a CPU, much of the time is overhead around the arithmetic: module calls, masks built
-again for every call, norms of a dozen operations. Here a whole layer is a dozen tensor operations. `rollout.lean_decoder`
-samples with it, and `lm` scores with it. The weights are read at construction, so build one per call: it is stale after an
-update.
+Small models on a CPU spend much of their time around the arithmetic: module calls, masks, norms of a dozen operations. Here a
+whole layer is a dozen operations. `rollout.lean_decoder` samples with it, and `lm` scores with it. The weights are read at
+construction: it is stale after an update.
 
 Shape letters: N tokens, H hidden size, Q query heads, K key/value heads, D head size.
 """
@@ -114,7 +113,6 @@ class _Projection:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
-        """The outputs of each linear layer."""
         outputs = self._outputs(x, None)
         return outputs if len(outputs) == len(self.sizes) else outputs[0].split(self.sizes, -1)
 
@@ -151,11 +149,7 @@ class LeanModel:
     """The weights of a model that has no `lean_obstacle`."""
 
     def __init__(self, model: nn.Module, vocab_size: int | None = None, *, width: int, few_rows: bool) -> None:
-        """Read the weights.
-
-        width: number of positions.
-        few_rows: products will have few rows (one token per sequence): lay out the matrices for that.
-        """
+        """`width` is the number of positions; `few_rows` lays out the matrices for one token per sequence."""
         whole: Any = model
         body = whole.model
         attention = body.layers[0].self_attn

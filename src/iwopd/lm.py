@@ -1,10 +1,9 @@
 """A causal language model as this project uses it: log-probs of response tokens, through a head that never holds [N, V].
 
 Any transformers causal LM whose logits are `hidden @ weight.T + bias` of its last hidden states takes the fused head. Some
-do more (soft caps, logit scales). `ResponseModel.check_head` compares both on a few hundred tokens before anything is scored;
-such a model then uses its own logits, a chunk of tokens at a time (`own_head`), or a sequence at a time where that fails.
-
-Sequences travel without padding, one after the other. Where the model allows it (`packing`) they also go through it that way.
+do more (soft caps, logit scales). `ResponseModel.check_head` finds them on a few hundred tokens before anything is scored: they
+use their own logits, a chunk of tokens at a time (`own_head`), or a sequence at a time where that fails.
+Sequences stand one after the other without padding. Where the model allows it (`packing`) they also go through it that way.
 
 Shape letters: B sequences, M tokens that the model reads, N response tokens, H hidden size, V vocabulary.
 """
@@ -94,11 +93,9 @@ class ResponseModel:
 
     def __init__(self, model: nn.Module, *, temperature: float = 1.0, vocab_size: int | None = None) -> None:
         self.model: Any = model
-        self.temperature = temperature
-        self.vocab_size = vocab_size
-        self.fused = True
-        self.chunked = True
-        """Where the head is not fused: whether the model's own logits can be had a chunk at a time."""
+        self.temperature, self.vocab_size = temperature, vocab_size
+        self.fused = self.chunked = True
+        """Whether the head is fused; if not, whether the model's own logits can be had a chunk at a time."""
 
     @property
     def device(self) -> torch.device:
@@ -168,10 +165,8 @@ class ResponseModel:
     def head_logprobs(self, hidden: Tensor, response_ids: Tensor) -> Tensor:
         """Log-probs [N] of tokens [N] from the hidden states [N, H] that predict them."""
         weight, bias = self.head
-        hidden, response_ids = hidden.to(weight.device), response_ids.to(weight.device)
-        return algo.token_logprobs(
-            hidden, weight, response_ids, bias=bias, temperature=self.temperature, vocab_size=self.vocab_size
-        )
+        hidden, ids = hidden.to(weight.device), response_ids.to(weight.device)
+        return algo.token_logprobs(hidden, weight, ids, bias=bias, temperature=self.temperature, vocab_size=self.vocab_size)
 
     def check_head(self, sequences: Sequences, *, trained: bool = True) -> HeadCheck:
         """Compare every path that this model takes with its own logits. Beyond the tolerance the fused head is not used.
@@ -199,10 +194,8 @@ class ResponseModel:
 
     def _chunk_logprobs(self, sequences: Sequences) -> Tensor:
         """From the model's own logits of known hidden states."""
-        hidden = self.token_hidden(sequences)
-        return own_logprobs(
-            self.model, hidden, sequences.response_ids, temperature=self.temperature, vocab_size=self.vocab_size
-        )
+        hidden, ids = self.token_hidden(sequences), sequences.response_ids
+        return own_logprobs(self.model, hidden, ids, temperature=self.temperature, vocab_size=self.vocab_size)
 
     def _row_logprobs(self, sequences: Sequences) -> Tensor:
         """From whole forward passes, one sequence at a time."""
@@ -225,9 +218,10 @@ def _difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max()) if one.numel() else 0.0
 
 
-def _check_budget(budget: int) -> None:
+def _longest_first(lengths: Sequence[int], budget: int) -> list[int]:
     if budget < 1:
         raise ValueError(f"the token budget must be at least 1, got {budget}")
+    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
 def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> list[list[int]]:
@@ -235,10 +229,9 @@ def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> lis
 
     A row joins a micro-batch only if it is at least `fill` as long as its longest, which bounds the padding.
     """
-    _check_budget(budget)
     batches: list[list[int]] = []
     longest = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    for row in _longest_first(lengths, budget):
         current = batches[-1] if batches else []
         if current and (len(current) + 1) * longest <= budget and lengths[row] >= fill * longest:
             current.append(row)
@@ -250,10 +243,9 @@ def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> lis
 
 def packed_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Deal rows to micro-batches of at most `budget` tokens (or one row), longest first: like lengths are neighbours."""
-    _check_budget(budget)
     batches: list[list[int]] = []
     room = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    for row in _longest_first(lengths, budget):
         if not batches or lengths[row] > room:
             batches.append([])
             room = budget

@@ -1,8 +1,7 @@
 """A model's own logits of hidden states that are known already, a chunk of tokens at a time.
 
-For heads that are more than a matrix (soft caps, scales). What such a model does behind its body stands nowhere but in its
-forward pass, so that is run, with a stand-in for the body that answers with the known states. Not every model has a body that
-can be taken out: whoever uses this compares it with the whole forward pass first (`lm.ResponseModel.check_head`).
+For heads that are more than a matrix (soft caps, scales): the model's forward pass is run with a stand-in for its body that
+returns the known states. This does not work for every model, so `lm.ResponseModel.check_head` compares it first.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ CHUNK_ELEMENTS = 2**24
 
 
 class _KnownStates(nn.Module):
-    """In the place of a body."""
-
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.answer = BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
@@ -43,10 +40,7 @@ def _known_states(model: Any, hidden: Tensor) -> Iterator[None]:
 
 
 def own_logprobs(model: Any, hidden: Tensor, ids: Tensor, *, temperature: float, vocab_size: int | None) -> Tensor:
-    """Log-probs [N] of tokens `ids` [N] from the last hidden states [N, H] that predict them; differentiable.
-
-    The backward pass computes each chunk's logits again, so that those of one chunk exist at a time there, too.
-    """
+    """Log-probs [N] of tokens `ids` [N] from hidden states [N, H]; the backward pass computes each chunk's logits again."""
 
     def compute(states: Tensor, targets: Tensor) -> Tensor:
         with _known_states(model, states[None]):

@@ -1,13 +1,10 @@
 """Several sequences packed into a single row, without padding.
 
-Everything in a transformer except attention works on one token at a time, so a packed row [1, N] needs only positions that
-restart with every sequence, and an attention that respects the boundaries. They are passed under transformers' names
-for FlashAttention's kernels (`cu_seq_lens_q`, ...). A model that was loaded with FlashAttention uses them directly
-(never run). On a CPU the attention is `attend` below: the model's own scaled dot-product attention, run for each sequence.
-Without boundaries it is that attention unchanged, so a model can keep it for all its calls.
+A packed row [1, N] needs positions that restart with every sequence, and an attention that respects the boundaries. They are
+passed under transformers' names for FlashAttention's kernels (`cu_seq_lens_q`, ...). A model loaded with FlashAttention uses
+them directly (never run). On a CPU the attention is `attend` below: scaled dot-product attention for each sequence.
 
-Not every model can be packed: some have sliding windows or recurrent layers. `enable_packing` refuses known cases and tests
-the others on random ids.
+Not every model can be packed (sliding windows, recurrent layers): `enable_packing` refuses known cases and tests the others.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ from iwopd.modes import eval_mode
 ATTENTION = "iwopd_packed"
 """The name of `attend` among transformers' attention functions."""
 TOLERANCE = 1e-4
-"""Largest difference between packed and single hidden states, relative to the largest of them. Rounding is a hundredth of
-it; a token that sees another sequence gives a thousand times as much."""
+"""Largest relative difference of packed hidden states. Rounding is a hundredth of it, a leak between sequences 1,000 times."""
 TOLERANCE_HALF = 5e-2
 
 
@@ -146,11 +142,8 @@ def _tried_out(model: Any, vocab_size: int | None) -> str | None:
     """Compare sequences of random ids, packed and one at a time."""
     device = next(model.parameters()).device
     lengths = torch.tensor([23, 9, 9, 1, 17])
-    ids = torch.randint(
-        vocab_size or model.config.get_text_config().vocab_size,
-        (int(lengths.sum()),),
-        generator=torch.Generator().manual_seed(0),
-    ).to(device)
+    most = vocab_size or model.config.get_text_config().vocab_size
+    ids = torch.randint(most, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0)).to(device)
     half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
     with eval_mode(model), torch.autocast(device.type, enabled=False):
         inputs = packed_inputs(model, ids, lengths.to(device))

@@ -6,8 +6,7 @@ an entry point in the registry's group:
     [project.entry-points."iwopd.weights"]
     half-life = "my_package.rules:half_life"
 
-Names are known at once. The code behind an entry point is imported when it is first asked for, so a broken plug-in harms only
-those who use it, and they are told.
+The code of an entry point is imported when it is first asked for, so a broken plug-in harms only those who use it.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Registry(Mapping[str, Item], Generic[Item]):
         return iter(dict.fromkeys([*self._declared, *self._items, *self._found_plugins()]))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return sum(1 for _ in self)  # list() would ask for the length
 
     def _found_plugins(self) -> dict[str, EntryPoint]:
         if self._plugins is None:

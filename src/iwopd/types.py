@@ -3,10 +3,9 @@
     Prompt --rollout--> Rollout --teacher--> ScoredRollout --batch--> TokenBatch --algo--> loss
            --train--> StepStats;   --every k steps--> EvalResult
 
-Shape letters: B rollouts, T response tokens of the longest, N response tokens of all (in an evaluation: problems), K samples
-per problem.
-Every object checks its shapes, dtypes and finiteness when it is built; the error names the field and the place. Objects with
-tensors are equal only to themselves. Log-probs are natural, at the sampling temperature, over the full vocabulary.
+Shape letters: B rollouts, T response tokens of the longest, N response tokens of all (in an evaluation: problems), K samples.
+Every object checks its shapes, dtypes and finiteness when it is built. Objects with tensors are equal only to themselves.
+Log-probs are natural, at the sampling temperature, over the full vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Prompt:
     token_ids: tuple[int, ...]
     """What the student sees, chat template included. At least one id."""
     text: str = ""
-    """The same, readable."""
     answer: str | None = None
     """The reference answer, for checkers."""
     teacher: str | None = None
@@ -89,9 +87,7 @@ class ScoredRollout:
     def __post_init__(self) -> None:
         owner = f"ScoredRollout({self.rollout.prompt.id!r})"
         for name in ("old_logprobs", "teacher_logprobs", "reference_logprobs"):
-            values = getattr(self, name)
-            if values is not None:
-                _check_logprobs(f"{owner}.{name}", values, self.rollout.response_ids.shape)
+            _check_logprobs(f"{owner}.{name}", getattr(self, name), self.rollout.response_ids.shape)
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -128,9 +124,7 @@ class TokenBatch:
         if len(self.prompt_lengths) != len(self.lengths):
             raise ValueError(f"TokenBatch has {len(self.prompt_lengths)} prompts and {len(self.lengths)} responses")
         for name in ("old_logprobs", "teacher_logprobs", "rollout_logprobs", "reference_logprobs"):
-            values = getattr(self, name)
-            if values is not None:
-                _check_logprobs(f"TokenBatch.{name}", values, self.response_ids.shape)
+            _check_logprobs(f"TokenBatch.{name}", getattr(self, name), self.response_ids.shape)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -151,11 +145,7 @@ class TokenBatch:
 
     @classmethod
     def collate(cls, rollouts: Sequence[ScoredRollout], *, correct_rollouts: bool = False) -> TokenBatch:
-        """Put scored rollouts into one batch.
-
-        `correct_rollouts` carries the engine's own log-probs along for `algo.rollout_correction`. Reference log-probs
-        go along if every rollout has them; if only some do, that is an error.
-        """
+        """One batch of scored rollouts; `correct_rollouts` takes the engine's own log-probs along for the correction."""
         if not rollouts:
             raise ValueError("cannot make a TokenBatch of no rollouts")
         reference = [item.reference_logprobs for item in rollouts if item.reference_logprobs is not None]
@@ -198,10 +188,9 @@ class StepStats:
         for name in ("step", "tokens", "rollouts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"StepStats.{name} of step {self.step} is {getattr(self, name)}; it must not be negative")
-        if not self.skipped:
-            for name in ("loss", "grad_norm"):
-                if not math.isfinite(getattr(self, name)):
-                    raise ValueError(f"StepStats.{name} of step {self.step} is {getattr(self, name)}, yet it was not skipped")
+        for name in ("loss", "grad_norm"):
+            if not (self.skipped or math.isfinite(getattr(self, name))):
+                raise ValueError(f"StepStats.{name} of step {self.step} is {getattr(self, name)}, yet it was not skipped")
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +199,6 @@ class EvalResult:
 
     task: str
     problem_ids: tuple[str, ...]
-    """N ids, unique."""
     scores: Tensor
     """[N, K] float64 in [0, 1]: the score of each sample of each problem (1: right)."""
     step: int | None = None
@@ -246,7 +234,9 @@ def _check_ids(name: str, ids: Tensor) -> None:
     _refuse(name, ids, ids < 0)
 
 
-def _check_logprobs(name: str, values: Tensor, shape: torch.Size) -> None:
+def _check_logprobs(name: str, values: Tensor | None, shape: torch.Size) -> None:
+    if values is None:
+        return
     if values.shape != shape:
         raise ValueError(f"{name} has shape {list(values.shape)}, expected {list(shape)}")
     if values.dtype not in (torch.float32, torch.float64):

@@ -21,7 +21,7 @@ from iwopd.models import ModelError
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.runs.directory import RunDirectory
-from iwopd.teacher import LocalScorer
+from iwopd.teacher.local import LocalScorer
 from iwopd.train.assembly import assemble
 from iwopd.train.checkpoint import CheckpointError
 from iwopd.train.export import ExportError

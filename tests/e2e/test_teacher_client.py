@@ -15,9 +15,10 @@ import torch
 
 from hostile_teacher import hostile_teacher, truth
 from iwopd.config import config_toml, make_config
+from iwopd.config.engines import TeacherSource
 from iwopd.teacher.checks import check_server
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
-from iwopd.teacher.server import ServerScorer, ServerSettings
+from iwopd.teacher.server import ServerScorer
 from iwopd.types import Prompt, Rollout
 
 KEY = "sk-do-not-show-this"
@@ -39,7 +40,7 @@ def expected(rollout: Rollout) -> torch.Tensor:
 
 def scorer(*urls: str, **change: Any) -> ServerScorer:
     settings = {"tokens_per_request": 20, "request_timeout": 20.0, "patience": 30.0, "deadline": 60.0, **change}
-    return ServerScorer(ServerSettings(urls=urls, **settings))
+    return ServerScorer(TeacherSource(urls=list(urls), **settings))
 
 
 def assert_right(found: list[torch.Tensor], asked: list[Rollout]) -> None:
@@ -218,7 +219,7 @@ def test_it_works_inside_a_running_event_loop() -> None:
 
 def check(teacher: Any, **change: Any) -> None:
     given = {"vocab_size": 21, "longest": 100, "examples": [(1, 2, 3), (4, 5)], **change}
-    check_server(scorer(teacher.url, model=given.pop("model", None)), **given)
+    check_server(scorer(teacher.url, name=given.pop("model", None)), **given)
 
 
 def test_a_good_server_passes_the_check() -> None:

@@ -23,13 +23,14 @@ from safetensors.torch import load_file
 
 from iwopd.cli import main
 from iwopd.config import make_config
+from iwopd.config.engines import TeacherSource
 from iwopd.errors import UserError
 from iwopd.models import load_model
 from iwopd.runs.directory import RunDirectory
 from iwopd.teacher.checks import check_server
 from iwopd.teacher.errors import TeacherError
 from iwopd.teacher.local import LocalScorer
-from iwopd.teacher.server import ServerScorer, ServerSettings
+from iwopd.teacher.server import ServerScorer
 from iwopd.train.run import run_training
 from iwopd.types import Prompt, Rollout
 from models import make_model, save_pair
@@ -142,7 +143,7 @@ def rollouts(count: int) -> list[Rollout]:
 
 def test_it_scores_what_a_local_model_scores(server: str, pair: dict[str, Any]) -> None:
     asked = rollouts(60)
-    remote = ServerScorer(ServerSettings((server,), tokens_per_request=50))
+    remote = ServerScorer(TeacherSource(urls=[server], tokens_per_request=50))
     check_server(remote, vocab_size=21, longest=255, examples=[(1, 2, 3), (4,)])
     assert remote.model == pair["models"]["teacher"]
     here = LocalScorer(load_model(pair["models"]["teacher"]), vocab_size=21)
@@ -186,7 +187,7 @@ def test_padding_rows_have_no_share_in_the_softmax(padded: Path, processes: Proc
     """A tokenizer of the repository's own code says how many ids are real."""
     asked = rollouts(20)
     _, url = processes.serve(padded, "--trust-remote-code", HF_MODULES_CACHE=str(tmp_path / "modules"))
-    remote = ServerScorer(ServerSettings((url,)))
+    remote = ServerScorer(TeacherSource(urls=[url]))
     check_server(remote, vocab_size=21, longest=20, examples=[(1, 2, 3)])
     model = load_model(padded)
     here, with_padding = LocalScorer(model, vocab_size=21).score(asked), LocalScorer(model).score(asked)
@@ -203,7 +204,7 @@ def test_a_tokenizer_that_cannot_be_read_is_not_passed_over(padded: Path, proces
     asked = rollouts(5)
     _, url = processes.serve(padded, "--vocab-size", "21")
     here = LocalScorer(load_model(padded), vocab_size=21).score(asked)
-    for ours, theirs in zip(ServerScorer(ServerSettings((url,))).score(asked), here, strict=True):
+    for ours, theirs in zip(ServerScorer(TeacherSource(urls=[url])).score(asked), here, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
@@ -243,9 +244,9 @@ def test_with_a_token_nobody_else_is_served(
     assert status(f"{url}/v1/models", token="s3cret") == 200
     monkeypatch.setenv("TEACHER_KEY", "s3cret")
     asked = rollouts(3)
-    assert len(ServerScorer(ServerSettings((url,), model="big", api_key_env="TEACHER_KEY")).score(asked)) == 3
+    assert len(ServerScorer(TeacherSource(urls=[url], name="big", api_key_env="TEACHER_KEY")).score(asked)) == 3
     with pytest.raises(TeacherError, match="HTTP 401"):
-        ServerScorer(ServerSettings((url,))).score(asked)
+        ServerScorer(TeacherSource(urls=[url])).score(asked)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0
 

@@ -678,7 +678,7 @@ def test_another_thread_does_not_clear_a_save_under_way(store: CheckpointStore, 
         assert go_on.wait(20)
         write_rng(draft)
 
-    monkeypatch.setattr(checkpoint_files, "write_rng", pause)
+    monkeypatch.setattr(checkpoint, "write_rng", pause)
     thread = threading.Thread(target=save, args=(store, 2))
     thread.start()
     try:

@@ -129,7 +129,7 @@ def test_built_in_names_cannot_be_taken_over(plugin: Path) -> None:
 
 def test_what_a_plugin_returns_is_checked(plugin: Path) -> None:
     assert "returned shape [1] for a mask [1, 4]" in run(plugin, "algo.token_weights('wrong-shape', gap, mask)")
-    assert "must be a WeightRule or a function, got 3" in run(plugin, "algo.token_weights('number', gap, mask)")
+    assert "must be a function or an instance of WeightRule, got 3" in run(plugin, "algo.token_weights('number', gap, mask)")
 
 
 def test_built_in_rules_say_what_they_are() -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from iwopd.config.engines import TeacherSource
 from iwopd.models import load_model
 from iwopd.teacher.checks import check_server
 from iwopd.teacher.errors import TeacherError
 from iwopd.teacher.local import LocalScorer
-from iwopd.teacher.server import ServerScorer, ServerSettings
+from iwopd.teacher.server import ServerScorer
 from iwopd.types import Prompt, Rollout
 
 pytest.importorskip("vllm.version")  # not `vllm`: this folder itself would pass for it
@@ -35,7 +36,7 @@ def test_vllms_scores_are_those_of_transformers(vllm_server: str, vllm_folder: P
     model = load_model(vllm_folder)
     rows = int(model.get_output_embeddings().weight.shape[0])
     asked = rollouts(rows, 40)
-    remote = ServerScorer(ServerSettings((vllm_server,), tokens_per_request=200, patience=30.0))
+    remote = ServerScorer(TeacherSource(urls=[vllm_server], tokens_per_request=200, patience=30.0))
     check_server(remote, vocab_size=rows, longest=60, examples=[asked[0].prompt.token_ids, (1, 2, 3)])
     for ours, theirs in zip(remote.score(asked), LocalScorer(model).score(asked), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
@@ -45,7 +46,7 @@ def test_what_vllm_does_not_have_is_found_out_before_training(vllm_server: str, 
     rows = int(load_model(vllm_folder).get_output_embeddings().weight.shape[0])
 
     def check(model: str | None = None, vocab_size: int = rows, longest: int = 60) -> None:
-        remote = ServerScorer(ServerSettings((vllm_server,), model=model, patience=30.0))
+        remote = ServerScorer(TeacherSource(urls=[vllm_server], name=model, patience=30.0))
         check_server(remote, vocab_size=vocab_size, longest=longest, examples=[])
 
     with pytest.raises(TeacherError, match=r"say with teacher\.name which it is"):

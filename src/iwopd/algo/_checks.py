@@ -23,14 +23,26 @@ def check_batch_mask(mask: Tensor) -> None:
         raise ValueError(f"mask must have shape [B, T], got {list(mask.shape)}; add a batch dimension for one rollout")
 
 
+def check_all(mask: Tensor, **tokens: Tensor) -> None:
+    """`check_mask`, and `check_tokens` of each."""
+    check_mask(mask)
+    for name, values in tokens.items():
+        check_tokens(name, values, mask)
+
+
+def check_batch(mask: Tensor, **tokens: Tensor) -> None:
+    """`check_batch_mask`, and `check_tokens` of each."""
+    check_batch_mask(mask)
+    check_all(mask, **tokens)
+
+
 def check_tokens(name: str, values: Tensor, mask: Tensor, *, finite: bool = True) -> None:
     """Require per-token values of the mask's shape, in float32 or better and (by default) finite on valid tokens."""
     if values.shape != mask.shape:
         raise ValueError(f"{name} has shape {list(values.shape)}, the mask {list(mask.shape)}; they must be equal")
     if values.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{name} must be float32 or float64, got {values.dtype}")
-    bad = torch.isnan(values) if not finite else ~torch.isfinite(values)
-    bad = bad & mask
+    bad = mask & (~torch.isfinite(values) if finite else torch.isnan(values))
     if bad.any():
         where = [int(i) for i in bad.nonzero()[0]]
         place = f"row {where[0]}, token {where[1]}" if len(where) == 2 else f"index {where}"

@@ -6,10 +6,9 @@ ask for evidence by the names of their parameters, like weight rules; one that a
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -69,12 +68,8 @@ def exopd_advantages(
 class Advantage(Formula):
     """A registered advantage: its function returns [B, T], 0 outside the mask."""
 
+    kind: ClassVar[str] = "advantage"
     title: str = ""
-
-    @property
-    def kind(self) -> str:
-        """What messages call it."""
-        return "advantage"
 
     def weighted(self, evidence: Evidence, weights: Tensor, params: dict[str, Any]) -> Tensor:
         """The advantage with the weights applied, once (Eq. 13): by itself if it asks for them, else as a factor."""
@@ -85,17 +80,7 @@ class Advantage(Formula):
         return self.function(**needed, **params) * weights
 
 
-def _adopt(name: str, loaded: Any, where: str) -> Advantage:
-    if isinstance(loaded, Advantage):
-        return replace(loaded, name=name)
-    if not callable(loaded):
-        raise TypeError(f"must be an Advantage or a function, got {loaded!r}")
-    found = Advantage(name, loaded, formula=(inspect.getdoc(loaded) or "").partition("\n")[0], source=where)
-    found.check_function()
-    return found
-
-
-ADVANTAGES: Registry[Advantage] = Registry("advantage", "iwopd.advantages", _adopt)
+ADVANTAGES: Registry[Advantage] = Registry("advantage", "iwopd.advantages", Advantage.adopt)
 
 
 def advantage(name: str, *, title: str, formula: str, source: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:

@@ -1,7 +1,6 @@
 """Who gets the update: how many tokens a weighting leaves, and which part of the update a region of the response holds.
 
-Both are ratios of sums over tokens. They take the sums, so that they can be formed for a batch, a rollout or a bootstrap
-resample alike.
+Both take sums over tokens: of a batch, a rollout or a bootstrap resample alike.
 """
 
 from __future__ import annotations

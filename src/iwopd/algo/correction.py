@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from iwopd.algo._checks import check_mask, check_tokens, keep
+from iwopd.algo._checks import check_all, keep
 
 CORRECTION_THRESHOLD = 5.0
 """Where importance ratios are truncated (Tab. 6)."""
@@ -24,9 +24,7 @@ def rollout_correction(
     """
     if not threshold > 0:
         raise ValueError(f"threshold must be positive, got {threshold}")
-    check_mask(mask)
-    check_tokens("old_logprobs", old_logprobs, mask)
-    check_tokens("rollout_logprobs", rollout_logprobs, mask)
+    check_all(mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
     return keep((old_logprobs - rollout_logprobs).exp().clamp(max=threshold), mask)
 
 
@@ -48,9 +46,7 @@ def rollout_mismatch(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, threshold: float = CORRECTION_THRESHOLD
 ) -> Mismatch:
     """Statistics of the ratio that `rollout_correction` truncates; those of an exact engine if there are no tokens."""
-    check_mask(mask)
-    check_tokens("old_logprobs", old_logprobs, mask)
-    check_tokens("rollout_logprobs", rollout_logprobs, mask)
+    check_all(mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
     difference = (old_logprobs[mask] - rollout_logprobs[mask]).double()
     if not difference.numel():
         return Mismatch(1.0, 0.0, 0.0, 0.0)

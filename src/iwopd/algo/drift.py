@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from iwopd.algo._checks import check_batch_mask, check_tokens, keep, wide
+from iwopd.algo._checks import check_batch, keep, wide
 from iwopd.algo.evidence import prefix_sum
 
 DRIFT = 2.0
@@ -23,7 +23,7 @@ class DriftRegions(NamedTuple):
     before: Tensor
     """Tokens before the first drift: clean prefix, no disagreement worth the name."""
     at: Tensor
-    """The first drift itself, one token a rollout at most: its prefix is still clean."""
+    """The first drift itself, at most one token per rollout: its prefix is still clean."""
     after: Tensor
     """Every token after the first drift: its prefix has drifted."""
 
@@ -33,8 +33,7 @@ def drift_regions(gap: Tensor, mask: Tensor, threshold: float = DRIFT) -> DriftR
     """Cut each rollout at its first drift: the first token with `a[t] < -threshold`, which the teacher hardly would write."""
     if not threshold > 0:
         raise ValueError(f"the drift threshold must be positive, got {threshold}")
-    check_batch_mask(mask)
-    check_tokens("gap", gap, mask)
+    check_batch(mask, gap=gap)
     drifted = keep(gap, mask) < -threshold
     count = drifted.cumsum(-1)
     at = drifted & (count == 1)
@@ -50,23 +49,14 @@ def first_drift(gap: Tensor, mask: Tensor, threshold: float = DRIFT) -> Tensor:
 
 @torch.no_grad()
 def prefix_sums(values: Tensor, mask: Tensor) -> Tensor:
-    """`sum_{k<t} values[k]`, [B, T] float64, 0 outside the mask.
-
-    Of gaps it is `log r[t]` (Eq. 14), of their absolute values `S[t]` (Eq. 15).
-    """
-    check_batch_mask(mask)
-    check_tokens("values", values, mask)
-    kept = wide(keep(values, mask))
-    return keep(prefix_sum(kept), mask)
+    """`sum_{k<t} values[k]`, [B, T] float64, 0 off the mask: `log r[t]` of gaps (Eq. 14), `S[t]` of their sizes (Eq. 15)."""
+    check_batch(mask, values=values)
+    return keep(prefix_sum(wide(keep(values, mask))), mask)
 
 
 @torch.no_grad()
 def rebound(gap: Tensor, mask: Tensor) -> Tensor:
-    """The largest rise of `log r[t]` above its lowest value so far, [B] float64 in nats (Fig. 4b's local rebounds).
-
-    Where the teacher likes a token better than the student does, the signed sum takes back what earlier tokens cost. The
-    unsigned sum never does.
-    """
+    """The largest rise of `log r[t]` above its lowest value so far, [B] float64 in nats (Fig. 4b's local rebounds)."""
     ratio = prefix_sums(gap, mask)
     if ratio.shape[-1] == 0:
         return ratio.new_zeros(len(ratio))

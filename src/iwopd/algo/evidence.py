@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from iwopd.algo._checks import check_batch_mask, check_mask, check_tokens, keep, wide
+from iwopd.algo._checks import check_all, check_batch_mask, check_tokens, keep, wide
 from iwopd.algo.logprobs import floor_logprobs
 from iwopd.registry import suggestion
 
@@ -63,8 +63,7 @@ class Evidence:
 @torch.no_grad()
 def gap(teacher_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """`a[t] = lp_T[t] - lp_0[t]` with a teacher's -inf floored, 0 outside the mask (Eq. 6)."""
-    check_mask(mask)
-    check_tokens("old_logprobs", old_logprobs, mask)
+    check_all(mask, old_logprobs=old_logprobs)
     return keep(floor_logprobs(teacher_logprobs, mask).logprobs - old_logprobs, mask)
 
 
@@ -77,6 +76,8 @@ def prefix_sum(values: Tensor) -> Tensor:
 class Formula:
     """A function of evidence, with what a reader and a caller must know about it."""
 
+    kind: ClassVar[str] = "formula"
+    """What messages call it."""
     name: str
     function: Callable[..., Tensor]
     formula: str = ""
@@ -95,13 +96,18 @@ class Formula:
         given = inspect.signature(self.function).parameters.items()
         return {name: one.default for name, one in given if one.kind in named and name not in (*EVIDENCE, WEIGHTS)}
 
-    def check_function(self) -> None:
-        """Refuse a function whose parameters are neither evidence nor settings with a default."""
-        if not callable(self.function):
-            raise TypeError(f"it must be a function, got {self.function!r}")
-        for name, default in self.params.items():
+    @classmethod
+    def adopt(cls, name: str, loaded: Any, where: str) -> Self:
+        """What an entry point names: a formula of this kind, or a function of evidence and settings with defaults."""
+        if isinstance(loaded, cls):
+            return replace(loaded, name=name)
+        if not callable(loaded):
+            raise TypeError(f"must be a function or an instance of {cls.__name__}, got {loaded!r}")
+        made = cls(name, loaded, formula=(inspect.getdoc(loaded) or "").partition("\n")[0], source=where)
+        for parameter, default in made.params.items():
             if default is inspect.Parameter.empty:
-                raise TypeError(f"its parameter {name!r} is no evidence ({', '.join(EVIDENCE)}) and needs a default")
+                raise TypeError(f"its parameter {parameter!r} is no evidence ({', '.join(EVIDENCE)}) and needs a default")
+        return made
 
     def check_params(self, params: Mapping[str, object], *more: str) -> None:
         """Refuse parameters that it does not have, and name those that it has."""
@@ -110,22 +116,12 @@ class Formula:
             if name not in known:
                 raise ValueError(f"{self.kind} {self.name!r} has no parameter {name!r}{suggestion(name, known)}")
 
-    @property
-    def kind(self) -> str:
-        """What messages call it."""
-        return "formula"
-
     def describe(self) -> dict[str, Any]:
         """What `iwopd methods --json` prints of it."""
+        title = getattr(self, "title", "") or self.name
         needs = [name for name in self.needs if name not in ("mask", WEIGHTS)]
-        return {
-            "name": self.name,
-            "title": getattr(self, "title", "") or self.name,
-            "formula": self.formula,
-            "source": self.source,
-            "params": self.params,
-            "needs": needs,
-        }
+        about = {"name": self.name, "title": title, "formula": self.formula, "source": self.source}
+        return {**about, "params": self.params, "needs": needs}
 
 
 def prepare(needed: Mapping[str, Any]) -> dict[str, Any]:

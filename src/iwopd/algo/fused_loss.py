@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from iwopd.algo._checks import NonFiniteError, check_mask, check_tokens
+from iwopd.algo._checks import NonFiniteError, check_all, check_mask, check_tokens
 from iwopd.algo.head import HeadGradients, OutputHead, row_chunks
 from iwopd.algo.loss import CLIP, DUAL_CLIP, PolicyLoss, check_loss_arguments, policy_loss
 
@@ -35,13 +35,10 @@ def fused_policy_loss(
 ) -> PolicyLoss:
     """`policy_loss` of `token_logprobs`, without the [T, V] logits and without computing them twice.
 
-    `hidden` [..., H], `weight` [V, H], the rest [...]. Old log-probs, advantages and mask are known beforehand, so the
-    derivative of the loss by a token's log-prob needs that token alone: each chunk of rows makes its logits, its
-    log-probs, that derivative (by autograd through `policy_loss` itself) and its gradients before the next chunk
-    starts. Three matrix products, none repeated, and one chunk of logits in memory. Padding takes no part.
-
-    The gradients are kept until `backward`, which hands them on; a second backward through a retained graph computes them
-    again.
+    `hidden` [..., H], `weight` [V, H], the rest [...]. The derivative of the loss by a token's log-prob needs that token alone,
+    so each chunk of rows makes its logits, log-probs, that derivative (by autograd through `policy_loss`) and its gradients
+    before the next chunk starts: three matrix products, one chunk of logits in memory. Padding takes no part.
+    `backward` hands the gradients on; a second one through a retained graph computes them again.
     """
     check_mask(mask)
     check_loss_arguments(denominator, clip, dual_clip)
@@ -53,42 +50,39 @@ def fused_policy_loss(
         )
     per_token = {"old_logprobs": old_logprobs, "advantages": advantages, "correction": correction}
     per_token["reference_logprobs"] = reference_logprobs if kl_coef else None
-    scalars = {"denominator": denominator, "clip": clip, "dual_clip": dual_clip}
-    terms = _Terms.build(per_token, mask, head.dtype, {**scalars, "kl_coef": kl_coef, "entropy_coef": entropy_coef})
+    given = {name: values for name, values in per_token.items() if values is not None}
+    check_all(mask, **given)
+    tensors = {name: values[mask].detach().to(head.dtype) for name, values in given.items()}
+    scalars = {"denominator": denominator, "clip": clip, "dual_clip": dual_clip, "kl_coef": kl_coef}
     ids = head.check_targets(targets[mask], inside=True)
     flat, valid_rows = hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1).nonzero().squeeze(1)
+    task = _Task(head, valid_rows, ids, tensors, {**scalars, "entropy_coef": entropy_coef})
     grad = torch.is_grad_enabled()
     try:
-        loss, logprobs, entropy = _FusedPolicyLoss.apply(flat, weight, bias, head, valid_rows, ids, terms, grad)  # type: ignore[no-untyped-call]
+        loss, logprobs, entropy = _FusedPolicyLoss.apply(flat, weight, bias, task, grad)  # type: ignore[no-untyped-call]
     except NonFiniteError:
-        _refuse_hidden(hidden, mask)
+        # Name the token whose hidden state is not finite, in the caller's coordinates (chunks have their own).
+        worst = hidden.detach().to(torch.float32).abs().amax(-1) if hidden.shape[-1] else torch.zeros(mask.shape)
+        check_tokens("the hidden state", worst, mask)
         raise
     with torch.no_grad():
-        stats = terms(logprobs, slice(None), entropy).stats
-    return PolicyLoss(loss, stats)
-
-
-def _refuse_hidden(hidden: Tensor, mask: Tensor) -> None:
-    """Name the token whose hidden state is not finite, in the caller's coordinates (chunks have their own)."""
-    worst = hidden.detach().to(torch.float32).abs().amax(-1) if hidden.shape[-1] else torch.zeros(mask.shape)
-    check_tokens("the hidden state", worst, mask)
+        return PolicyLoss(loss, task.loss(logprobs, slice(None), entropy).stats)
 
 
 @dataclass(frozen=True)
-class _Terms:
-    """The arguments of `policy_loss` that are known before the log-probs are."""
+class _Task:
+    """What is known before the log-probs are."""
 
+    head: OutputHead
+    index: Tensor
+    """[N] valid rows of the hidden states."""
+    targets: Tensor
+    """[N]."""
     tensors: dict[str, Tensor]
+    """[N] arguments of `policy_loss`."""
     scalars: dict[str, Any]
 
-    @classmethod
-    def build(cls, per_token: dict[str, Tensor | None], mask: Tensor, dtype: torch.dtype, scalars: dict[str, Any]) -> _Terms:
-        given = {name: values for name, values in per_token.items() if values is not None}
-        for name, values in given.items():
-            check_tokens(name, values, mask)
-        return cls({name: values[mask].detach().to(dtype) for name, values in given.items()}, scalars)
-
-    def __call__(self, logprobs: Tensor, rows: slice, entropy: Tensor | None) -> PolicyLoss:
+    def loss(self, logprobs: Tensor, rows: slice, entropy: Tensor | None) -> PolicyLoss:
         chunk: dict[str, Any] = {name: values[rows] for name, values in self.tensors.items()}
         mask = torch.ones_like(logprobs, dtype=torch.bool)
         return policy_loss(logprobs, mask=mask, entropy=entropy, **chunk, **self.scalars)
@@ -99,52 +93,37 @@ class _FusedPolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        head: OutputHead,
-        index: Tensor,
-        targets: Tensor,
-        terms: _Terms,
-        grad: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task, grad: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.work = (head, index, targets, terms)
+        ctx.task = task
         needs = [grad and need for need in ctx.needs_input_grad[:3]]
-        logprobs, entropy, ctx.gradients = _one_pass(hidden, weight, bias, needs, *ctx.work)
+        logprobs, entropy, ctx.gradients = _one_pass(hidden, weight, bias, needs, task)
         ctx.mark_non_differentiable(logprobs)
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
-        return terms(logprobs, slice(None), entropy).loss, logprobs, entropy
+        return task.loss(logprobs, slice(None), entropy).loss, logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
-        # Let go of the buffers, so that the engine takes them over instead of copying them. A second backward through
-        # a retained graph has to work them out again.
+        # Let go of the buffers, so that the engine takes them over instead of copying them.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            gradients = _one_pass(hidden, weight, bias, list(ctx.needs_input_grad[:3]), *ctx.work)[2]
-        return (*gradients.scaled(grad_loss), None, None, None, None, None)
+            gradients = _one_pass(hidden, weight, bias, list(ctx.needs_input_grad[:3]), ctx.task)[2]
+        return (*gradients.scaled(grad_loss), None, None)
 
 
 def _one_pass(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    needs: list[bool],
-    head: OutputHead,
-    index: Tensor,
-    targets: Tensor,
-    terms: _Terms,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], task: _Task
 ) -> tuple[Tensor, Tensor | None, HeadGradients]:
-    """Log-probs and (if it is asked for) entropies of the rows `index`, and the gradients of the loss."""
+    """Log-probs and (if it is asked for) entropies of the task's rows, and the gradients of the loss."""
+    head, targets = task.head, task.targets
     gradients = HeadGradients.allocate(hidden, weight, bias, needs)
-    logprobs = torch.empty(len(index), dtype=head.dtype, device=hidden.device)
-    entropy = torch.empty_like(logprobs) if terms.scalars["entropy_coef"] else None
-    for chunk in row_chunks(head, hidden, index, spare=0 if entropy is None else 1):
+    logprobs = torch.empty(len(task.index), dtype=head.dtype, device=hidden.device)
+    entropy = torch.empty_like(logprobs) if task.scalars["entropy_coef"] else None
+    for chunk in row_chunks(head, hidden, task.index, spare=0 if entropy is None else 1):
         rows, logits = chunk.rows, chunk.logits
         picked = logits.gather(1, targets[rows, None]).squeeze(1)
         largest = logits.amax(1)
@@ -157,7 +136,7 @@ def _one_pass(
             entropy[rows] = torch.special.entr(scaled, out=chunk.spare[0]).sum(1)
         if not gradients.any:
             continue
-        by_logprob, by_entropy = _derivatives(terms, logprobs[rows], rows, None if entropy is None else entropy[rows])
+        by_logprob, by_entropy = _derivatives(task, logprobs[rows], rows, None if entropy is None else entropy[rows])
         # By the logits: the log-prob gives onehot - p, the entropy -p * (log p + entropy). Here p = scaled / total.
         if entropy is None or by_entropy is None:
             dlogits = scaled.mul_((-by_logprob / total)[:, None])
@@ -169,10 +148,10 @@ def _one_pass(
     return logprobs, entropy, gradients
 
 
-def _derivatives(terms: _Terms, logprobs: Tensor, rows: slice, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _derivatives(task: _Task, logprobs: Tensor, rows: slice, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Derivatives of the loss by log-prob and entropy for a chunk of rows, through the one formula of `policy_loss`."""
     with torch.enable_grad():
         leaves = [values.detach().requires_grad_() for values in (logprobs, entropy) if values is not None]
-        loss = terms(leaves[0], rows, leaves[1] if len(leaves) > 1 else None).loss
+        loss = task.loss(leaves[0], rows, leaves[1] if len(leaves) > 1 else None).loss
         derivatives = torch.autograd.grad(loss, leaves)
     return derivatives[0], derivatives[1] if len(leaves) > 1 else None

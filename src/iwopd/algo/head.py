@@ -101,19 +101,14 @@ class Chunk(NamedTuple):
     source: slice | Tensor
     """Their rows in the hidden states."""
     hidden: Tensor
-    """[R, H]"""
     logits: Tensor
     """[R, V]; the buffer is reused for the next chunk, so consumers may overwrite it."""
     spare: tuple[Tensor, ...]
-    """Working memory [R, V] of the same kind, also reused: allocating it anew for each chunk would cost page faults and
-    leave holes in the heap."""
+    """Working memory [R, V] of the same kind, also reused: allocating it for each chunk would cost page faults."""
 
 
 def row_chunks(head: OutputHead, hidden: Tensor, index: Tensor | None = None, spare: int = 0) -> Iterator[Chunk]:
-    """Work through hidden states [N, H], or through those of `index` only, in equal chunks that fit the budget.
-
-    `spare` is how many more [R, V] tensors than the logits the consumer needs.
-    """
+    """Hidden states [N, H], or those of `index`, in equal chunks that fit the budget, with `spare` more [R, V] tensors."""
     count, vocabulary = len(hidden) if index is None else len(index), len(head.weight)
     if not count:
         return

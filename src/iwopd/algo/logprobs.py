@@ -64,12 +64,7 @@ def token_logprobs(
 
 
 def token_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
+    hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0, vocab_size: int | None = None
 ) -> Tensor:
     """Entropy [...] in nats of the next-token distribution; differentiable."""
     head = OutputHead.build(hidden, weight, bias, temperature, vocab_size)
@@ -118,11 +113,9 @@ class _RowFunction(Protocol):
 
     def value(self, chunk: Chunk) -> Tensor:
         """The function, [R]."""
-        ...
 
     def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
         """The derivative of `sum(upstream * value)` by the logits, [R, V]; `value` and `upstream` are [R, 1]."""
-        ...
 
 
 def _through_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: OutputHead, function: _RowFunction) -> Tensor:

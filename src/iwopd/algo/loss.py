@@ -1,7 +1,7 @@
-"""The clipped policy loss on log-probs; `fused_loss` is the same straight from hidden states. A sum over tokens, divided once.
+"""The clipped policy loss on log-probs; `fused_loss` is the same straight from hidden states.
 
-Both divide by a `denominator` that the caller gives: the number of supervised tokens of the *whole* optimizer
-step, over all micro-batches and ranks. So losses and gradients of any split add up to those of the whole.
+Both are a sum over tokens divided by the caller's `denominator`: the number of supervised tokens of the *whole* optimizer step,
+over all micro-batches and ranks. So losses and gradients of any split add up to those of the whole.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from iwopd.algo._checks import check_mask, check_tokens, keep
+from iwopd.algo._checks import check_all, check_tokens, keep
 
 CLIP = 0.2
 DUAL_CLIP = 3.0
@@ -27,7 +27,6 @@ class PolicyStats:
     """Detached counts and sums over the tokens of a loss; `merge` adds those of several micro-batches."""
 
     tokens: Tensor
-    """Valid tokens, []."""
     clipped_high: Tensor
     """Tokens whose ratio was cut at `1 + clip` (positive advantage), []."""
     clipped_low: Tensor
@@ -67,12 +66,10 @@ class PolicyStats:
 
     @classmethod
     def empty(cls) -> PolicyStats:
-        """Those of no tokens."""
         zero, infinity = torch.zeros(()), torch.full((), torch.inf)
         return cls(zero, zero, zero, zero, zero, infinity, -infinity)
 
     def cpu(self) -> PolicyStats:
-        """The same, on the CPU."""
         return PolicyStats(**{name: getattr(self, name).cpu() for name in self.__dataclass_fields__})
 
     def as_dict(self) -> dict[str, float]:
@@ -116,11 +113,8 @@ def policy_loss(
     Two coefficients, 0 by default: `kl_coef` adds the low-variance KL to the reference, `entropy_coef` subtracts the
     mean `entropy` (from `token_entropy`). Only `logprobs` and `entropy` carry gradients. Any shape; masks may have holes.
     """
-    check_mask(mask)
     check_loss_arguments(denominator, clip, dual_clip)
-    check_tokens("logprobs", logprobs, mask)
-    check_tokens("old_logprobs", old_logprobs, mask)
-    check_tokens("advantages", advantages, mask)
+    check_all(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     # Select before any arithmetic: NaN outside the mask must reach neither the value nor the gradient.
     log_ratio = (keep(logprobs, mask) - keep(old_logprobs, mask).detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
@@ -167,15 +161,9 @@ def _statistics(log_ratio: Tensor, ratio: Tensor, advantage: Tensor, mask: Tenso
 
 
 def low_variance_kl(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(student || reference) per token: `exp(d) - 1 - d`, `d = lp_R - lp`.
-
-    `d` is cut at 20 from above, where the exponential would overflow; downwards it is exact.
-    """
-    check_mask(mask)
-    check_tokens("logprobs", logprobs, mask)
-    check_tokens("reference_logprobs", reference_logprobs, mask)
-    difference = keep(reference_logprobs, mask).detach() - keep(logprobs, mask)
-    difference = difference.clamp(max=LOG_RATIO_LIMIT)
+    """Schulman's k3 estimate of KL(student || reference) per token: `exp(d) - 1 - d`, `d = lp_R - lp`, cut at 20 from above."""
+    check_all(mask, logprobs=logprobs, reference_logprobs=reference_logprobs)
+    difference = (keep(reference_logprobs, mask).detach() - keep(logprobs, mask)).clamp(max=LOG_RATIO_LIMIT)
     return torch.expm1(difference) - difference
 
 

@@ -1,8 +1,7 @@
 """Statistics by position: where in an answer the two models disagree, and where the weights go.
 
-Positions are counted over valid tokens, either as a fraction of the response (`fraction_bins`) or in tokens
-(`position_bins`). A statistic keeps its sums per rollout, so that batches can be concatenated and intervals taken over
-rollouts later.
+Positions are counted over valid tokens, as a fraction of the response (`fraction_bins`) or in tokens (`position_bins`). A
+statistic keeps its sums per rollout, so that batches can be concatenated and intervals taken over rollouts later.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from iwopd.algo._checks import check_batch_mask, check_tokens, keep, wide
+from iwopd.algo._checks import check_batch, check_batch_mask, check_tokens, keep, wide
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,7 @@ def bin_values(values: Tensor, index: Tensor, bins: int) -> Binned:
 @torch.no_grad()
 def cumulative_loglikelihood(logprobs: Tensor, mask: Tensor) -> Tensor:
     """Log-likelihood of the prefix up to and including each token, `sum_{k<=t} lp[k]` (Fig. 3c), [B, T] float64."""
-    check_batch_mask(mask)
-    check_tokens("logprobs", logprobs, mask)
+    check_batch(mask, logprobs=logprobs)
     return keep(wide(keep(logprobs, mask)).cumsum(-1), mask)
 
 
@@ -138,24 +136,12 @@ def position_profile(
         edges = torch.arange(bins + 1, dtype=torch.float64) * width
     else:
         raise ValueError(f"by must be 'fraction' or 'position', got {by!r}")
-
-    def optional(values: Tensor | None) -> Binned | None:
-        return None if values is None else bin_values(values, index, bins)
-
-    def prefix(logprobs: Tensor | None) -> Tensor | None:
-        return None if logprobs is None else cumulative_loglikelihood(logprobs, mask)
-
+    more = {"kl": kl, "weights": weights}
+    for name, logprobs in (("student", student_logprobs), ("teacher", teacher_logprobs)):
+        more[f"{name}_loglikelihood"] = None if logprobs is None else cumulative_loglikelihood(logprobs, mask)
+    binned = {name: bin_values(values, index, bins) for name, values in more.items() if values is not None}
     abs_gap = bin_values(gap.abs(), index, bins)
-    return PositionProfile(
-        by=by,
-        edges=edges,
-        tokens=abs_gap.counts.sum(0),
-        abs_gap=abs_gap,
-        kl=optional(kl),
-        weights=optional(weights),
-        student_loglikelihood=optional(prefix(student_logprobs)),
-        teacher_loglikelihood=optional(prefix(teacher_logprobs)),
-    )
+    return PositionProfile(by, edges, abs_gap.counts.sum(0), abs_gap, **binned)
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -6,8 +6,8 @@ The paper asks for the distribution nearest to the teacher within a KL budget ar
 
 and finds (Proposition 1, Eq. 8) `q_alpha = pi_theta * (pi_T / pi_theta)^alpha / Z_alpha`, with `alpha` fixed by the
 budget. Here the space is a list of Y outcomes (for instance all sequences of a short length), given by log-probs [Y]
-under both models; the prefix form takes per-token log-probs [Y, T]. These functions are what the tests check the
-practical weights against, and what to read first to see where they come from. Use float64.
+under both models; the prefix form takes per-token log-probs [Y, T]. The tests check the practical weights against these
+functions. Use float64.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from iwopd.algo._checks import check_batch_mask, check_tokens, keep
+from iwopd.algo._checks import check_batch, keep
 from iwopd.algo.evidence import prefix_sum
 
 
@@ -75,20 +75,14 @@ def prefix_log_normalizer(student: Tensor, teacher: Tensor, mask: Tensor, alpha:
 
 
 def prefix_weights(student: Tensor, teacher: Tensor, mask: Tensor, alpha: float) -> Tensor:
-    """`r_t^alpha / Z_{alpha,t}` of every sequence and position, [Y, T], 0 outside the mask (Eq. 46).
-
-    The weight rule `ideal` estimates this from a batch of rollouts.
-    """
+    """`r_t^alpha / Z_{alpha,t}` [Y, T], 0 outside the mask (Eq. 46): what the weight rule `ideal` estimates from a batch."""
     log_ratio, _ = _prefix_ratio(student, teacher, mask, alpha)
     return keep((log_ratio - prefix_log_normalizer(student, teacher, mask, alpha)).exp(), mask)
 
 
 def _prefix_ratio(student: Tensor, teacher: Tensor, mask: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """`alpha * log r_t` [Y, T], and the log-probability of each sequence where it reaches `t`, -inf elsewhere."""
-    check_batch_mask(mask)
-    check_tokens("student", student, mask)
-    check_tokens("teacher", teacher, mask)
-    gap = keep(teacher - student, mask)
-    log_ratio = alpha * prefix_sum(gap)
+    check_batch(mask, student=student, teacher=teacher)
+    log_ratio = alpha * prefix_sum(keep(teacher - student, mask))
     sequence = keep(student, mask).sum(-1, keepdim=True)
     return log_ratio, torch.where(mask, sequence, -torch.inf)

@@ -7,19 +7,16 @@ An entry point names a `WeightRule` or a plain function that asks for evidence b
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from iwopd.algo.evidence import Formula
-from iwopd.registry import Registry, UnknownNameError
+from iwopd.registry import Registry
 
-ENTRY_POINT_GROUP = "iwopd.weights"
 RuleFunction = Callable[..., Tensor]
-UnknownRuleError = UnknownNameError
 
 FAMILIES = {
     "sums": (
@@ -38,11 +35,9 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class WeightRule(Formula):
-    """A weight rule: its function, what it says in one line, and what the caller must know before calling it.
+    """A weight rule: its function takes evidence in float64 (`gap` [B, T], `mask` [B, T] bool, ...), returns weights [B, T]."""
 
-    The function takes evidence in float64 (`gap` [B, T], `mask` [B, T] bool, ...) and returns weights [B, T].
-    """
-
+    kind: ClassVar[str] = "weight rule"
     needs_progress: bool = False
     """The function takes `progress`. Follows from its parameters."""
     batch_dependent: bool = False
@@ -55,24 +50,8 @@ class WeightRule(Formula):
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs_progress", "progress" in self.needs)
 
-    @property
-    def kind(self) -> str:
-        """What messages call it."""
-        return "weight rule"
 
-
-def _adopt(name: str, loaded: Any, where: str) -> WeightRule:
-    if isinstance(loaded, WeightRule):
-        return replace(loaded, name=name)
-    if not callable(loaded):
-        raise TypeError(f"must be a WeightRule or a function, got {loaded!r}")
-    summary = (inspect.getdoc(loaded) or "").partition("\n")[0]
-    rule = WeightRule(name, loaded, formula=summary, source=where)
-    rule.check_function()
-    return rule
-
-
-WEIGHT_RULES: Registry[WeightRule] = Registry("weight rule", ENTRY_POINT_GROUP, _adopt)
+WEIGHT_RULES: Registry[WeightRule] = Registry("weight rule", "iwopd.weights", WeightRule.adopt)
 
 
 def register(
@@ -89,14 +68,7 @@ def register(
 
     def decorate(function: RuleFunction) -> RuleFunction:
         rule = WeightRule(
-            name,
-            function,
-            formula,
-            source,
-            batch_dependent=batch_dependent,
-            supervised=supervised,
-            title=title,
-            family=family,
+            name, function, formula, source, batch_dependent=batch_dependent, supervised=supervised, title=title, family=family
         )
         WEIGHT_RULES.add(name, rule)
         return function

@@ -31,10 +31,9 @@ __all__ = ["WEIGHT_RULES", "WeightRule", "rule_weights", "supervised_mask", "tok
 def token_weights(name: str, gap: Tensor, mask: Tensor, *, progress: float | None = None, **params: object) -> Tensor:
     """Weights [B, T] of the rule `name` for these gaps: detached, in the gap's dtype, 0 outside the mask.
 
-    `params` are the rule's own (`WEIGHT_RULES[name].params` lists them with their defaults); every rule also takes
-    `normalize="mean-one"`, which divides by the mean over the batch's valid tokens (a control, off by default).
-    `progress` in [0, 1] is the share of training done; only `curriculum` needs it. A rule that needs further evidence
-    (`WEIGHT_RULES[name].needs`) takes it among `params`, by name.
+    `params` are the rule's own (`WEIGHT_RULES[name].params`) and further evidence that it needs (`WEIGHT_RULES[name].needs`).
+    Every rule takes `normalize="mean-one"`, which divides by the mean over the batch's valid tokens (a control).
+    `progress` in [0, 1] is the share of training done; only `curriculum` needs it.
     """
     rule = WEIGHT_RULES[name]
     evidence = {name: params.pop(name) for name in list(params) if name in rule.needs and name in EVIDENCE}
@@ -46,8 +45,8 @@ def token_weights(name: str, gap: Tensor, mask: Tensor, *, progress: float | Non
 
 def rule_weights(rule: WeightRule, evidence: Evidence, params: Mapping[str, object]) -> Tensor:
     """Weights [B, T] of a rule: detached, in the gap's dtype, 0 outside the mask."""
-    who = f"weight rule {rule.name!r}"
-    return _weights(rule, evidence.select({"mask", *rule.needs}, who), params, evidence.gap.dtype)
+    needed = evidence.select({"mask", *rule.needs}, f"weight rule {rule.name!r}")
+    return _weights(rule, needed, params, evidence.gap.dtype)
 
 
 @torch.no_grad()
@@ -209,13 +208,12 @@ def curriculum(
     return fixed_prefix(mask, ratio=ratio, factor=factor)
 
 
-def _prefix_region(mask: Tensor, *, ratio: float = 0.3) -> Tensor:
-    return _prefix(mask, ratio)
+def _prefix(mask: Tensor, ratio: float = 0.3) -> Tensor:
+    return mask & (mask.cumsum(-1) <= _ceil_share(ratio, mask))
 
 
-def _suffix_region(mask: Tensor, *, ratio: float = 0.3) -> Tensor:
-    counts = _ceil_share(ratio, mask)
-    return mask & (mask.cumsum(-1) > mask.sum(-1, keepdim=True) - counts)
+def _suffix(mask: Tensor, ratio: float = 0.3) -> Tensor:
+    return mask & (mask.cumsum(-1) > mask.sum(-1, keepdim=True) - _ceil_share(ratio, mask))
 
 
 @register(
@@ -224,11 +222,11 @@ def _suffix_region(mask: Tensor, *, ratio: float = 0.3) -> Tensor:
     family="position",
     formula="1 on the first ceil(ratio * T) tokens, else 0 (and out of the denominator)",
     source="Fig. 1a, Prefix-30",
-    supervised=_prefix_region,
+    supervised=_prefix,
 )
 def prefix_only(mask: Tensor, *, ratio: float = 0.3) -> Tensor:
     """Train on the beginning of each response only."""
-    return wide(_prefix_region(mask, ratio=ratio))
+    return wide(_prefix(mask, ratio))
 
 
 @register(
@@ -237,11 +235,11 @@ def prefix_only(mask: Tensor, *, ratio: float = 0.3) -> Tensor:
     family="position",
     formula="1 on the last ceil(ratio * T) tokens, else 0 (and out of the denominator)",
     source="Fig. 1a, Suffix-30",
-    supervised=_suffix_region,
+    supervised=_suffix,
 )
 def suffix_only(mask: Tensor, *, ratio: float = 0.3) -> Tensor:
     """Train on the end of each response only."""
-    return wide(_suffix_region(mask, ratio=ratio))
+    return wide(_suffix(mask, ratio))
 
 
 @register(
@@ -256,9 +254,8 @@ def survival(
 ) -> Tensor:
     """How far the prefix has already left the teacher, in nats, whatever is still to come.
 
-    IW-OPD's share is relative to the rollout's own total: it halves after half of the disagreement, be it 1 nat or 100.
-    Here `tau` nats cost a factor e, and a rollout that never drifts keeps all its weight. Only tokens that the teacher likes
-    less than the student does count as drift (`negative`).
+    `tau` nats cost a factor e, whatever the rollout's total (IW-OPD's share is relative to it). `negative` counts only tokens
+    that the teacher likes less than the student does.
     """
     if not (math.isfinite(tau) and tau > 0):
         raise ValueError(f"tau must be positive and finite (nats), got {tau}")
@@ -291,10 +288,6 @@ def _ceil_share(ratio: float, mask: Tensor) -> Tensor:
     exact = Fraction(str(_check_ratio(ratio)))
     counts = [math.ceil(exact * length) for length in mask.sum(-1).tolist()]
     return torch.tensor(counts, dtype=torch.long, device=mask.device).unsqueeze(-1)
-
-
-def _prefix(mask: Tensor, ratio: float) -> Tensor:
-    return mask & (mask.cumsum(-1) <= _ceil_share(ratio, mask))
 
 
 def _check_gamma(gamma: float) -> None:

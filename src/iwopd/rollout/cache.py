@@ -53,7 +53,6 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._show(self.buffers, rows, self.first, self.last)
 
     def trim(self, unused: int) -> None:
-        """Forget the first columns."""
         self._show(self.buffers, self.rows, self.first + unused, self.last)
 
     def join(self, other: RoomyLayer) -> None:
@@ -65,10 +64,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def make_roomy(cache: Any) -> bool:
-    """Replace the layers of a plain `DynamicCache`; leave any other as it is and return False.
-
-    Sliding windows and recurrent states keep accounts of their own, which must not be cut or widened from outside.
-    """
+    """Replace the layers of a plain `DynamicCache`; leave others (sliding windows, recurrent states) alone and return False."""
     layers = getattr(cache, "layers", None)
     if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
         return False

@@ -39,7 +39,7 @@ class Connection:
         return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Any) -> Any:
-        """The parsed answer (None if it is empty). Transport errors and 5xx are tried again until patience ends."""
+        """The parsed answer (None if it is empty). Transport errors and 5xx are retried until patience ends."""
         give_up = time.monotonic() + self.patience
         wait = 0.5
         while True:
@@ -47,11 +47,11 @@ class Connection:
             try:
                 answer = self._client.request(method, self.url.rstrip("/") + path, content=encode(body), headers=headers)
             except httpx.TransportError as error:
-                reason = self._hide(str(error) or type(error).__name__)
+                reason = hide_key(str(error) or type(error).__name__, self.api_key_env)
             else:
                 if answer.is_success:
                     return self._read(path, answer.content)
-                reason = f"{answer.status_code} {self._hide(answer.text)}"
+                reason = f"{answer.status_code} {hide_key(answer.text, self.api_key_env)}"
                 if answer.status_code < 500:
                     raise ServerError(f"the rollout server {self.url}{path} refuses: {reason}")
             pause = wait * _jitter.uniform(0.5, 1.0)
@@ -72,6 +72,3 @@ class Connection:
             return parse(content) if content else None
         except GarbledError as error:
             raise ServerError(f"the rollout server {self.url}{path} answers no JSON: {error}") from None
-
-    def _hide(self, text: str) -> str:
-        return hide_key(text, self.api_key_env)

@@ -42,8 +42,7 @@ class ModelDecoder:
     """Any transformers causal LM, through its own forward and its own cache."""
 
     def __init__(self, model: nn.Module, vocab_size: int | None = None) -> None:
-        self.model = model
-        self.vocab_size = vocab_size
+        self.model, self.vocab_size = model, vocab_size
         accepted = inspect.signature(model.forward).parameters
         open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
         self._takes_positions = open_ended or "position_ids" in accepted
@@ -51,14 +50,12 @@ class ModelDecoder:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all rows."""
         self.joins = True
         self._cache: Any = None
         self._mask = torch.empty(0, 0)  # [n, W] int64, 1 on real tokens
         self._positions = torch.empty(0)  # [n] position of the next token
 
     def admit(self, ids: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-        """Read prompts and append rows; see `Decoder`."""
         from iwopd.rollout.cache import make_roomy
 
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -77,14 +74,12 @@ class ModelDecoder:
         for layer, newcomers in zip(self._cache.layers, cache.layers, strict=True):
             layer.join(newcomers)
         width = max(self._mask.shape[1], mask.shape[1])
-        masks = (nn.functional.pad(m, (width - m.shape[1], 0)) for m in (self._mask, mask))
-        self._mask = torch.cat(tuple(masks))
+        self._mask = torch.cat([nn.functional.pad(m, (width - m.shape[1], 0)) for m in (self._mask, mask)])
         self._positions = torch.cat((self._positions, positions))
         self._trim()
         return logits
 
     def step(self, ids: Tensor) -> Tensor:
-        """Append one token to each row; see `Decoder`."""
         self._mask = nn.functional.pad(self._mask, (0, 1), value=1)
         output = self._forward(ids[:, None], self._mask, self._positions[:, None], self._cache)
         self._cache = output.past_key_values
@@ -92,7 +87,6 @@ class ModelDecoder:
         return self._logits(output)
 
     def select(self, order: Tensor) -> None:
-        """Keep these rows; see `Decoder`."""
         self._mask, self._positions = self._mask[order], self._positions[order]
         if not self.joins:
             self._cache.reorder_cache(order)

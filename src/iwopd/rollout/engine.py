@@ -30,13 +30,12 @@ class EngineError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Student:
-    """What an engine writes with. The model is loaded when an engine first asks for it: a server may have its own."""
+    """What an engine writes with. The model is loaded when it is first asked for: a server may have its own."""
 
     load: Callable[[], Any]
     vocab_size: int
     """Ids of the tokenizer; the model's output matrix may have more rows."""
     rows: int
-    """Rows of the output matrix."""
     pad_id: int = 0
     longest: int | None = None
     """Tokens of the longest prompt and its answer together, where they are known."""
@@ -71,7 +70,7 @@ class Engine:
 
     def __init__(self, student: Student, settings: Any) -> None:
         """`settings` is a `settings_type`."""
-        self.student = student
+        self.student, self.settings = student, settings
 
     @classmethod
     def check(cls, settings: Any, *, trained: bool) -> None:

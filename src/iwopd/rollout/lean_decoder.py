@@ -34,15 +34,12 @@ class LeanDecoder:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all rows."""
-        self.count = 0
-        self.columns = 0
+        self.count = self.columns = 0
         self.starts = torch.empty(0, dtype=torch.long)  # [n] first column of each row, on the CPU
         self.positions = torch.empty(0, dtype=torch.long, device=self.device)  # [n] of the next token
         self._note_starts()
 
     def admit(self, ids: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-        """Read prompts and append rows; see `decoding.Decoder`."""
         (prompts, length), newcomers = ids.shape, len(source)
         if self.count + newcomers > self.rows:
             raise ValueError(f"no room for {newcomers} more rows beside {self.count}: the decoder was built for {self.rows}")
@@ -76,7 +73,6 @@ class LeanDecoder:
         return self.model.head(hidden)[source]
 
     def step(self, ids: Tensor) -> Tensor:
-        """Append one token to each row; see `decoding.Decoder`."""
         self._reserve(self.columns + 1)
         count, last = self.count, self.columns
         used = slice(self.first, last + 1)
@@ -94,20 +90,17 @@ class LeanDecoder:
             return output.reshape(count, -1)
 
         hidden = self.model.states(ids, self.positions, attend)
-        self.columns += 1
-        self.positions = self.positions + 1
+        self.columns, self.positions = self.columns + 1, self.positions + 1
         return self.model.head(hidden)
 
     def select(self, order: Tensor) -> None:
-        """Keep these rows; see `decoding.Decoder`."""
         moved = (order != torch.arange(len(order), device=order.device)).nonzero().squeeze(1)
         if len(moved):
             origin = order[moved]
             for cache in (self.keys, self.values):
                 cache[:, moved] = cache[:, origin]
         self.count = len(order)
-        self.starts = self.starts[order.cpu()]
-        self.positions = self.positions[order]
+        self.starts, self.positions = self.starts[order.cpu()], self.positions[order]
         self._note_starts()
 
     def _note_starts(self) -> None:

@@ -1,10 +1,9 @@
 """A fast sampler for any transformers causal LM, on CPU or GPU.
 
-What makes it fast: all prompts of a step share one batch as far as memory allows, finished rows leave it and waiting prompts
-take their place; several samples of a prompt read it once; and Qwen3, Qwen2 and Llama models take a lean path (`lean_decoder`).
-What makes it reproducible: the noise of a token depends on (seed, step, prompt, sample, position) and on nothing else
-(`noise`). Batching still changes the rounding of logits, which moves a draw only where its number falls on the border of two
-ids: in float32 next to never (the tests demand 99.9 % equal rollouts); half precision rounds more, so more rollouts differ.
+Fast: all prompts of a step share one batch as far as memory allows, waiting prompts take the place of finished rows, several
+samples of a prompt read it once, and Qwen3, Qwen2 and Llama models take a lean path (`lean_decoder`).
+Reproducible: the noise of a token depends on (seed, step, prompt, sample, position) alone (`noise`). Batching changes the
+rounding of logits, which seldom moves a draw: the tests demand 99.9 % equal rollouts in float32.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from iwopd.rollout.decoding import Decoder, ModelDecoder
 from iwopd.rollout.engine import Engine
 from iwopd.rollout.lean_decoder import LeanDecoder
 from iwopd.rollout.noise import stream_key, uniforms
-from iwopd.rollout.sampler import UNLIMITED, Listener
-from iwopd.rollout.sampling import SamplingError, SamplingSettings, choose
+from iwopd.rollout.sampler import UNLIMITED, Listener, Sampler
+from iwopd.rollout.sampling import SamplingSettings, choose
 from iwopd.types import Prompt, Rollout
 
 Path = Literal["auto", "lean", "model"]
@@ -53,12 +52,8 @@ class LocalEngine(Engine):
         return LocalSampler(student.model, settings, pad_id=student.pad_id, vocab_size=student.vocab_size)
 
 
-class LocalSampler:
-    """Writes rollouts with a model that lives in this process.
-
-    The weights are read again at every call, so a sampler can be kept while its model is trained. The model's mode (train or
-    eval) is what it was before the call; during it, everything is in eval mode and without gradients.
-    """
+class LocalSampler(Sampler):
+    """Writes rollouts with a model in this process, whose weights it reads again at every call."""
 
     def __init__(
         self,
@@ -81,40 +76,19 @@ class LocalSampler:
             raise ValueError(f"path must be 'auto', 'lean' or 'model', got {path!r}")
         if cache_tokens is not None and cache_tokens < 1:
             raise ValueError(f"cache_tokens must be >= 1, got {cache_tokens}")
-        self.model = model
-        self.settings = settings
-        self.path: Path = path
-        self.cache_tokens = cache_tokens
-        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-        self._embeddings = int(embedding.weight.shape[0])
-        if vocab_size is not None and not 0 < vocab_size <= self._embeddings:
-            raise ValueError(f"vocab_size is {vocab_size}, the model has {self._embeddings} ids")
-        if not 0 <= pad_id < self._embeddings:
-            raise ValueError(f"pad_id is {pad_id}, the model embeds ids 0..{self._embeddings - 1}")
-        self.pad_id = pad_id
-        self.vocab_size = vocab_size
+        self.model: Any = model
+        self.settings, self.path, self.cache_tokens = settings, path, cache_tokens
+        self.rows = len(self._embedding)
+        if vocab_size is not None and not 0 < vocab_size <= self.rows:
+            raise ValueError(f"vocab_size is {vocab_size}, the model has {self.rows} ids")
+        if not 0 <= pad_id < self.rows:
+            raise ValueError(f"pad_id is {pad_id}, the model embeds ids 0..{self.rows - 1}")
+        self.pad_id, self.vocab_size = pad_id, vocab_size
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seed: int,
-        step: int,
-        samples: int = 1,
-        max_tokens: Sequence[int] | None = None,
-        finished: Listener | None = None,
+    def write(
+        self, prompts: Sequence[Prompt], limits: Sequence[int], samples: int, seed: int, step: int, finished: Listener | None
     ) -> list[Rollout]:
-        """`samples` rollouts of each prompt, in the order of the prompts: all samples of the first, then of the second, ...
-
-        `max_tokens` sets a limit of its own for each prompt, up to the settings' (to go on from prefixes of various lengths).
-        Prompts that share an id share their noise. `finished` hears of rollouts while others are still being written.
-        """
-        if samples < 1:
-            raise ValueError(f"samples must be >= 1, got {samples}")
-        limits = [self.settings.max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
-        self._check(prompts, limits)
-        if not prompts:
-            return []
+        """Prompts that share an id share their noise."""
         plan = _Plan(prompts, limits, samples, seed, step)
         rollouts: dict[int, Rollout] = {}
         at_once = len(plan) if finished is None else max(1, len(plan) // TELLINGS)
@@ -122,7 +96,7 @@ class LocalSampler:
         # Inference mode makes small operations a tenth faster than no_grad; what a model keeps of it could not be trained on.
         with eval_mode(self.model), torch.inference_mode() if obstacle is None else torch.no_grad():
             decoder, rows = self._decoder(plan, lean=obstacle is None)
-            run = _Run(decoder, self.settings, plan, self.pad_id, rows, self.device)
+            run = _Run(decoder, self.settings, plan, self.pad_id, rows, self._embedding.device)
             for row, tokens, logprobs in run.finish(at_once):
                 ended = int(tokens[-1]) in self.settings.stop_ids
                 prompt, sample = divmod(row, samples)
@@ -133,33 +107,14 @@ class LocalSampler:
         return [rollouts[row] for row in range(len(plan))]
 
     @property
-    def device(self) -> torch.device:
-        """Where prompts go: the device of the input embeddings."""
-        embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        device: torch.device = embedding.weight.device
-        return device
+    def _embedding(self) -> Tensor:
+        """[ids, H]: on the device where prompts go."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
 
     @property
     def context(self) -> int:
         return context_length(self.model.config) or UNLIMITED
-
-    def _check(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
-        if len(limits) != len(prompts):
-            raise SamplingError(f"max_tokens has {len(limits)} limits for {len(prompts)} prompts")
-        most = self.context
-        for prompt, limit in zip(prompts, limits, strict=True):
-            if not 1 <= limit <= self.settings.max_tokens:
-                raise SamplingError(f"max_tokens of {prompt.id!r} is {limit}; it must lie in 1..{self.settings.max_tokens}")
-            if len(prompt.token_ids) + limit > most:
-                raise SamplingError(
-                    f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens: with max_tokens {limit} that is "
-                    f"{len(prompt.token_ids) + limit}, but the model's max_position_embeddings is {most}; "
-                    "lower max_tokens or filter long prompts"
-                )
-            if max(prompt.token_ids) >= self._embeddings:
-                raise SamplingError(
-                    f"prompt {prompt.id!r} has id {max(prompt.token_ids)}; the model has {self._embeddings} ids"
-                )
 
     def _lean_obstacle(self) -> str | None:
         """Why the model's own forward is used, or None if it is not."""
@@ -184,9 +139,8 @@ class LocalSampler:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         weight = next(self.model.parameters())
         token_bytes = 2 * config.num_hidden_layers * heads * size * weight.element_size()
-        available = CACHE_BYTES_CPU
-        if weight.device.type == "cuda":
-            available = torch.cuda.mem_get_info(weight.device)[0] // 2
+        on_gpu = weight.device.type == "cuda"
+        available = torch.cuda.mem_get_info(weight.device)[0] // 2 if on_gpu else CACHE_BYTES_CPU
         return max(1, available // int(token_bytes))
 
 
@@ -211,15 +165,10 @@ class _Plan:
 
     def take(self, room: int) -> list[int]:
         """The next rows of the queue: at most `room`, with at most `PREFILL_TOKENS` of prompt (one prompt at least)."""
-        longest = len(self.prompts[self.queue[0] // self.samples])
-        most_prompts = max(1, PREFILL_TOKENS // longest)
-        seen: set[int] = set()
-        count = 0
-        for row in self.queue[:room]:
-            seen.add(row // self.samples)
-            if len(seen) > most_prompts:
-                break
-            count += 1
+        prompts = list(dict.fromkeys(row // self.samples for row in self.queue[:room]))
+        most_prompts = max(1, PREFILL_TOKENS // len(self.prompts[prompts[0]]))
+        fitting = set(prompts[:most_prompts])
+        count = sum(row // self.samples in fitting for row in self.queue[:room])  # a prompt's rows stand together
         taken, self.queue = self.queue[:count], self.queue[count:]
         return taken
 
@@ -264,16 +213,14 @@ class _Run:
             else:
                 logits = self.decoder.step(self.ids)
                 self.ids = self._draw(logits, self._next_noise(), self.rows, self.lengths)
-                self.lengths = self.lengths + 1
-                self.left = self.left - 1
+                self.lengths, self.left = self.lengths + 1, self.left - 1
             self._retire()
             if sum(map(len, self.ended)) >= at_once or not (self.plan.queue or len(self.rows)):
                 yield from self._hand_out()
 
     def _hand_out(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         rows, ids, logprobs = (torch.cat(values) for values in zip(*self.history, strict=True))
-        ended = torch.cat(self.ended)
-        goes = torch.isin(rows, ended)
+        goes = torch.isin(rows, torch.cat(self.ended))
         self.history, self.ended = [(rows[~goes], ids[~goes], logprobs[~goes])], []
         rows, ids, logprobs = rows[goes].cpu(), ids[goes].cpu(), logprobs[goes].cpu()
         order = rows.argsort(stable=True)  # within a row: as they were drawn
@@ -286,11 +233,9 @@ class _Run:
             yield row, own_ids, own_logprobs
 
     def _has_room(self) -> bool:
-        under_way = len(self.rows)
-        if under_way == 0:
-            return True
-        free = self.capacity - under_way
-        return self.decoder.joins and free > 0 and free >= min(len(self.plan.queue), REFILL_SHARE * self.capacity)
+        free = self.capacity - len(self.rows)
+        enough = free > 0 and free >= min(len(self.plan.queue), REFILL_SHARE * self.capacity)
+        return len(self.rows) == 0 or (self.decoder.joins and enough)
 
     def _admit(self, taken: list[int]) -> None:
         prompts = list(dict.fromkeys(row // self.plan.samples for row in taken))
@@ -351,7 +296,6 @@ class _Run:
             self.decoder.select(order)
         else:
             self.decoder.clear()
-        self.ids, self.rows, self.lengths = self.ids[order], self.rows[order], self.lengths[order]
-        self.left = self.left[order]
+        self.ids, self.rows, self.lengths, self.left = (x[order] for x in (self.ids, self.rows, self.lengths, self.left))
         if self.used < NOISE_AHEAD:
             self.noise = self.noise[order]

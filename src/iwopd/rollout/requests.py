@@ -1,8 +1,7 @@
 """What vLLM, in this process or on a server, is asked for and may answer, and the sampler that asks.
 
-Log-probs must be those of the trainer: over the whole real vocabulary, at the sampling temperature. vLLM's
-`processed_logprobs` are taken after the temperature, the bias and top-p, so they are ours where top-p and top-k are off; its
-default, `raw_logprobs`, knows no temperature.
+Log-probs must be the trainer's: over the whole real vocabulary, at the sampling temperature. vLLM's `processed_logprobs` are,
+if top-p and top-k are off. Its default, `raw_logprobs`, knows no temperature.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ import math
 from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from iwopd.rollout.engine import Student
+from iwopd.config.engines import ServerSettings, VllmSettings
+from iwopd.rollout.engine import Engine, Student
 from iwopd.rollout.noise import stream_key
-from iwopd.rollout.sampler import Listener
+from iwopd.rollout.sampler import Listener, Sampler
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
 from iwopd.types import Prompt, Rollout
 
@@ -57,60 +57,52 @@ class Answer(NamedTuple):
     finish_reason: str | None
 
 
-class AskedEngine(Protocol):
+class RequestEngine(Engine):
     """An engine that takes requests."""
 
-    @property
-    def student(self) -> Student: ...
+    context: int
+    """Tokens that a prompt and its answer may have together."""
+
+    def __init__(self, student: Student, settings: VllmSettings | ServerSettings) -> None:
+        super().__init__(student, settings)
+        self._synced: list[float] | None = None
+        """`weights_version` of what it writes with."""
 
     @property
-    def context(self) -> int: ...
+    def dtype(self) -> str:
+        return self.settings.dtype or self.student.dtype
 
-    def update_weights(self) -> None: ...
+    def sampler(self, settings: SamplingSettings) -> RequestSampler:
+        return RequestSampler(self, settings)
 
     def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
         """Number and answer of each request, as they are finished."""
+        raise NotImplementedError
 
 
-class RequestSampler:
-    """A `Sampler` that asks an engine, with one request per rollout, because each has a seed of its own."""
+class RequestSampler(Sampler):
+    """Asks an engine, with one request per rollout, because each has a seed of its own."""
 
-    def __init__(self, engine: AskedEngine, settings: SamplingSettings) -> None:
+    too_long = "the engine takes {context}; raise max_model_len (engine.vllm, or --max-model-len of the server), "
+
+    def __init__(self, engine: RequestEngine, settings: SamplingSettings) -> None:
         check_settings(settings)
         self.engine, self.settings = engine, settings
-        self.vocab_size = engine.student.vocab_size
-        self.vocabulary = Vocabulary(self.vocab_size, engine.student.rows)
+        self.vocab_size, self.rows = engine.student.vocab_size, engine.student.rows
+        self.vocabulary = Vocabulary(self.vocab_size, self.rows)
 
     @property
     def context(self) -> int:
         return self.engine.context
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seed: int,
-        step: int,
-        samples: int = 1,
-        max_tokens: Sequence[int] | None = None,
-        finished: Listener | None = None,
+    def write(
+        self, prompts: Sequence[Prompt], limits: Sequence[int], samples: int, seed: int, step: int, finished: Listener | None
     ) -> list[Rollout]:
-        """See `Sampler`."""
-        limits = [self.settings.max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
-        check_prompts(prompts, limits, self.vocabulary, self.context)
-        if not prompts:
-            return []
-        fields = request_fields(self.settings, self.vocabulary)
         places = [(prompt, sample, limit) for prompt, limit in zip(prompts, limits, strict=True) for sample in range(samples)]
-        requests = [
-            fields
-            | {
-                "prompt": list(prompt.token_ids),
-                "max_tokens": limit,
-                "seed": request_seed(seed, step, prompt.id, sample),
-            }
-            for prompt, sample, limit in places
-        ]
+        fields, requests = request_fields(self.settings, self.vocabulary), []
+        for prompt, sample, limit in places:
+            own = {"prompt": list(prompt.token_ids), "max_tokens": limit, "seed": request_seed(seed, step, prompt.id, sample)}
+            requests.append(fields | own)
         self.engine.update_weights()
         rollouts: dict[int, Rollout] = {}
         with closing(self.engine.answers(requests)) as answers:
@@ -136,24 +128,8 @@ def check_settings(settings: SamplingSettings) -> None:
         )
 
 
-def check_prompts(prompts: Sequence[Prompt], limits: Sequence[int], vocabulary: Vocabulary, context: int) -> None:
-    """Refuse what the engine would refuse or cut, with the prompt's name."""
-    for prompt, limit in zip(prompts, limits, strict=True):
-        if len(prompt.token_ids) + limit > context:
-            raise SamplingError(
-                f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens: with max_tokens {limit} that is "
-                f"{len(prompt.token_ids) + limit}, but the engine takes {context}; raise max_model_len (engine.vllm, or "
-                "--max-model-len of the server), lower max_tokens or filter long prompts"
-            )
-        if max(prompt.token_ids) >= vocabulary.rows:
-            raise SamplingError(f"prompt {prompt.id!r} has id {max(prompt.token_ids)}; the student has {vocabulary.rows} ids")
-
-
 def request_fields(settings: SamplingSettings, vocabulary: Vocabulary) -> dict[str, Any]:
-    """All parameters of a request but prompt, limit and seed, by vLLM's names (the same in Python and in a request's body).
-
-    All that a model's generation config may set is set here, so that a server's defaults do not count.
-    """
+    """All parameters of a request but prompt, limit and seed, by vLLM's names. A server's own defaults do not count."""
     return {
         "temperature": settings.temperature,
         "top_p": 1.0,
@@ -182,13 +158,12 @@ def read_rollout(
     token_ids, logprobs, finish_reason = answer
     if not token_ids or len(token_ids) != len(logprobs):
         raise SamplingError(f"{what} has {len(token_ids)} tokens and {len(logprobs)} log-probs")
-    outside = next((token for token in token_ids if not 0 <= token < vocabulary.size), None)
-    if outside is not None:
+    if outside := [token for token in token_ids if not 0 <= token < vocabulary.size]:
         raise SamplingError(
-            f"{what} has id {outside}, but the tokenizer has {vocabulary.size} ids: is it the student that the engine runs?"
+            f"{what} has id {outside[0]}, but the tokenizer has {vocabulary.size} ids: is it the student that the engine runs?"
         )
     values = [math.nan if value is None else value for value in logprobs]
-    if not all(math.isfinite(value) for value in values):
+    if not all(map(math.isfinite, values)):
         raise SamplingError(f"{what} has log-probs that are not finite: the student's weights may hold NaN")
     ended = token_ids[-1] in stop_ids
     if not ended and (finish_reason != "length" or len(token_ids) != limit):

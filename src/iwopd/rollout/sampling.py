@@ -38,8 +38,7 @@ class SamplingSettings:
     top_k: int = 0
     """Draw from this many likeliest ids; 0 draws from all. Applied before top-p. Ids that tie with the last one stay."""
     stop_ids: Collection[int] = frozenset()
-    """Ids that end an answer, and belong to it. Ids that the model does not have are ignored; none: every answer is cut
-    off at `max_tokens`. Kept as a frozenset."""
+    """Ids that end an answer, and belong to it. Ids that the model does not have are ignored. Kept as a frozenset."""
 
     def __post_init__(self) -> None:
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
@@ -68,8 +67,8 @@ class Choice(NamedTuple):
     ids: Tensor
     """[N] int64."""
     logprobs: Tensor
-    """[N] float32: over the whole real vocabulary at the sampling temperature, whatever top-k and top-p left out (greedy:
-    at temperature 1). So they compare with the trainer's and the teacher's log-probs of the same tokens."""
+    """[N] float32, as the trainer's: over the whole real vocabulary, whatever top-k and top-p left out, at the sampling
+    temperature (greedy: 1)."""
 
 
 @torch.no_grad()
@@ -87,19 +86,16 @@ def choose(logits: Tensor, uniforms: Tensor | None, settings: SamplingSettings) 
     rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
     if len(logits) <= rows:
         return _choose(logits, uniforms, settings)
-    pieces = [
-        _choose(logits[i : i + rows], None if uniforms is None else uniforms[i : i + rows], settings)
-        for i in range(0, len(logits), rows)
-    ]
-    return Choice(torch.cat([piece.ids for piece in pieces]), torch.cat([piece.logprobs for piece in pieces]))
+    noise = uniforms.split(rows) if uniforms is not None else [None] * math.ceil(len(logits) / rows)
+    pieces = [_choose(*piece, settings) for piece in zip(logits.split(rows), noise, strict=True)]
+    return Choice(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
 
 def _choose(logits: Tensor, uniforms: Tensor | None, settings: SamplingSettings) -> Choice:
     logits = logits.float()
     if settings.greedy or uniforms is None:
         ids = logits.argmax(-1, keepdim=True)
-        logprobs = logits.log_softmax(-1).gather(-1, ids)
-        return Choice(ids.squeeze(-1), logprobs.squeeze(-1))
+        return Choice(ids.squeeze(-1), logits.log_softmax(-1).gather(-1, ids).squeeze(-1))
     if settings.temperature != 1:
         logits = logits / settings.temperature
     probs = logits.softmax(-1)
@@ -132,10 +128,7 @@ def restrict(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _top_p_border(probs: Tensor, likeliest: Tensor, top_p: float, *, complete: bool) -> Tensor:
-    """[N, 1] the smallest probability inside the top-p set.
-
-    `likeliest` [N, C] are the largest of `probs`, falling; `complete` says that the rest are 0 or tie with the last.
-    """
+    """Smallest probability [N, 1] of the top-p set. `likeliest` [N, C] fall; `complete`: the rest are 0 or tie."""
     target = probs.sum(-1, keepdim=True, dtype=torch.float64) * top_p
     reached = likeliest.cumsum(-1, dtype=torch.float64)
     needed = (reached < target).sum(-1, keepdim=True)

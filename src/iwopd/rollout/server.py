@@ -1,8 +1,8 @@
 """Rollouts from a vLLM server (`/v1/completions` with token ids), and the student's weights on their way to it.
 
-New weights go through a folder that both machines share: vLLM 0.32 has `/collective_rpc`, which makes its workers read a
-folder again (`reload_weights`). It answers only if the server was started with VLLM_SERVER_DEV_MODE=1, and it lets anybody who
-reaches it run methods of the workers: such a server belongs on loopback or in a closed network.
+New weights go through a folder that both machines share: vLLM 0.32 reads it again on `/collective_rpc` (`reload_weights`). That
+needs VLLM_SERVER_DEV_MODE=1 and lets anybody who reaches the server run methods of its workers: keep it on loopback or in a
+closed network.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any
 
 from iwopd.config.engines import ServerSettings
 from iwopd.rollout.connection import Connection, ServerError
-from iwopd.rollout.engine import Engine, Student
-from iwopd.rollout.requests import IMPOSSIBLE, Answer, RequestSampler
-from iwopd.rollout.sampling import SamplingSettings
+from iwopd.rollout.engine import Student
+from iwopd.rollout.requests import IMPOSSIBLE, Answer, RequestEngine
 from iwopd.rollout.weights import WeightSyncError, save_weights, weights_version
 
 
-class ServerEngine(Engine):
+class ServerEngine(RequestEngine):
     """One vLLM server. With a folder for weights it follows the student; without one it keeps its own weights."""
 
     settings_type = ServerSettings
@@ -29,9 +28,7 @@ class ServerEngine(Engine):
 
     def __init__(self, student: Student, settings: ServerSettings) -> None:
         super().__init__(student, settings)
-        self.settings = settings
         self.connection = Connection(str(settings.url), settings.api_key_env, settings.request_timeout, settings.patience)
-        self._synced: Any = None
         self._checked: set[tuple[float, bool]] = set()
         card = self._model_card()
         self.name: str = card["id"]
@@ -46,13 +43,6 @@ class ServerEngine(Engine):
                 "to train with the engine 'server' set engine.server.weights_folder: a folder that this machine and the server "
                 "share, through which it gets the weights of every step (docs/vllm.md); or use rollout.engine = 'vllm'"
             )
-
-    @property
-    def dtype(self) -> str:
-        return self.settings.dtype or self.student.dtype
-
-    def sampler(self, settings: SamplingSettings) -> RequestSampler:
-        return RequestSampler(self, settings)
 
     def update_weights(self) -> None:
         """Write the student's weights to a new folder and have the server read them, if they have changed."""
@@ -85,7 +75,6 @@ class ServerEngine(Engine):
         self._synced = version
 
     def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
-        """Number and answer of each request, as they are finished."""
         self._check_logprobs(requests[0])
         pool = ThreadPoolExecutor(self.settings.max_in_flight)
         try:

@@ -1,8 +1,7 @@
 """vLLM in this process, with a copy of the student's weights.
 
 The engine is built from the student's config alone and gets all its weights from the student, before the first rollout and
-after every update. So there is one way in which weights come, whatever the student was loaded from, and no folder that could
-hold others. vLLM is an extra (`iwopd[vllm]`) and imported when an engine is opened.
+after every update. vLLM is an extra (`iwopd[vllm]`) and imported when an engine is opened.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ import torch
 
 from iwopd.config.engines import VllmSettings
 from iwopd.model_facts import context_length
-from iwopd.rollout.engine import Engine, EngineError, Student
-from iwopd.rollout.requests import Answer, RequestSampler
+from iwopd.rollout.engine import EngineError, Student
+from iwopd.rollout.requests import Answer, RequestEngine
 from iwopd.rollout.sampler import UNLIMITED
-from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rollout.weights import checkpoint_weights, plain_config, save_weights, weights_version
 
 
@@ -30,7 +28,7 @@ class VllmError(EngineError):
     """vLLM that is not there or does not start, with the reason."""
 
 
-class VllmEngine(Engine):
+class VllmEngine(RequestEngine):
     """One vLLM with the weights of the student."""
 
     settings_type = VllmSettings
@@ -38,10 +36,8 @@ class VllmEngine(Engine):
     def __init__(self, student: Student, settings: VllmSettings) -> None:
         """Start vLLM; with several GPUs (tensor parallel) it has processes of its own, and weights travel through files."""
         super().__init__(student, settings)
-        self.settings = settings
         most = context_length(student.model.config) or UNLIMITED
         self.context: int = min(settings.max_model_len or student.longest or most, most)
-        self._synced: Any = None
         self._asleep = False
         self._folder = tempfile.TemporaryDirectory(prefix="iwopd-vllm-", ignore_cleanup_errors=True)
         self._on_cpu = not torch.cuda.is_available()
@@ -53,13 +49,6 @@ class VllmEngine(Engine):
         except BaseException:
             self._folder.cleanup()
             raise
-
-    @property
-    def dtype(self) -> str:
-        return self.settings.dtype or self.student.dtype
-
-    def sampler(self, settings: SamplingSettings) -> RequestSampler:
-        return RequestSampler(self, settings)
 
     def _start(self) -> Any:
         settings = self.settings
@@ -108,7 +97,6 @@ class VllmEngine(Engine):
             self._asleep = False
 
     def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
-        """Number and answer of each request, as they are finished."""
         vllm: Any = importlib.import_module("vllm")
         core = self.llm.llm_engine
         once = {"detokenize": False, "output_kind": vllm.sampling_params.RequestOutputKind.FINAL_ONLY}
@@ -116,9 +104,9 @@ class VllmEngine(Engine):
         try:
             with torch.inference_mode():
                 for number, request in enumerate(requests):
-                    fields = {name: value for name, value in request.items() if name != "prompt"}
-                    prompt = {"prompt_token_ids": request["prompt"]}
-                    core.add_request(str(number), prompt, vllm.SamplingParams(**fields, **once))
+                    fields = {**request, **once}
+                    prompt = {"prompt_token_ids": fields.pop("prompt")}
+                    core.add_request(str(number), prompt, vllm.SamplingParams(**fields))
             while core.has_unfinished_requests():
                 with torch.inference_mode():
                     results = core.step()
@@ -131,7 +119,7 @@ class VllmEngine(Engine):
         self._rest()
 
     def _rest(self) -> None:
-        """Free the GPU's memory, if so set. The weights need not be kept: they come again with `update_weights`."""
+        """Free the GPU's memory, if so set. Level 2 drops the weights: they come again with `update_weights`."""
         if self.settings.sleep and not self._asleep:
             self.llm.sleep(level=2)
             self._asleep = True
@@ -150,7 +138,6 @@ class VllmEngine(Engine):
         self._synced = version
 
     def close(self) -> None:
-        """End vLLM; it must not be asked again."""
         self.llm.llm_engine.engine_core.shutdown()
         self._folder.cleanup()
 

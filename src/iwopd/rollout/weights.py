@@ -30,9 +30,8 @@ def weights_version(model: nn.Module) -> list[float]:
 
 @torch.no_grad()
 def checkpoint_weights(model: Any, *, untied: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Names and values as `save_pretrained` would write them; plain parameters share the model's memory.
+    """Names and values as `save_pretrained` would write them, adapters added in; plain parameters share the model's memory.
 
-    A LoRA layer comes out as one matrix, with the adapter added. What transformers packs in memory (experts) is unpacked.
     `untied`: an output matrix that is the embedding comes, too, under its own name.
     """
     from transformers.core_model_loading import revert_weight_conversion

@@ -55,16 +55,14 @@ def _check_model(scorer: ServerScorer, vocab_size: int, longest: int) -> None:
 
 
 def _choose(scorer: ServerScorer, url: str, served: dict[str, Any]) -> str:
-    wanted = scorer.model
-    if wanted is None and len(served) == 1:
-        return next(iter(served))
-    if wanted is None or wanted not in served:
-        raise TeacherError(
-            f"the teacher at {url} serves {', '.join(sorted(served))}, not {wanted!r}: say with teacher.name which it is"
-            if wanted
-            else f"the teacher at {url} serves several models: choose with teacher.name one of {', '.join(sorted(served))}"
-        )
-    return wanted
+    wanted, names = scorer.model, ", ".join(sorted(served))
+    if wanted in served:
+        return wanted
+    if wanted:
+        raise TeacherError(f"the teacher at {url} serves {names}, not {wanted!r}: say with teacher.name which it is")
+    if len(served) > 1:
+        raise TeacherError(f"the teacher at {url} serves several models: choose with teacher.name one of {names}")
+    return next(iter(served))
 
 
 def _check_largest_id(scorer: ServerScorer, vocab_size: int) -> None:

@@ -48,8 +48,7 @@ class Dialect(Protocol):
     def drawing(self, model: str | None, ids: Sequence[int]) -> dict[str, Any]:
         """The request that samples one more token at temperature 1."""
 
-    def drawn(self, answer: Any) -> Drawn:
-        """That token."""
+    def drawn(self, answer: Any) -> Drawn: ...
 
 
 class VllmDialect:

@@ -15,17 +15,14 @@ from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.types import Rollout
 
 TOKEN_BUDGET_CPU = 640
-"""Few enough that what a layer computes stays in a core's cache, enough for matrix products at full speed: a tenth faster than
-2,000 tokens at a time (model 512 wide)."""
+"""What a layer computes stays in a core's cache: a tenth faster than 2,000 tokens at a time (model 512 wide)."""
 TOKEN_BUDGET_GPU = 2**16
 
 
 class LocalScorer(Scorer):
-    """Log-probs of given rollouts under a transformers causal LM.
+    """Log-probs of given rollouts under a transformers causal LM, in micro-batches of similar lengths.
 
-    Micro-batches are made of rollouts of similar length within a token budget; the result does not depend on them beyond
-    rounding. Log-probs may hold -inf (an id beyond the model's vocabulary): `algo.floor_logprobs` is the caller's business,
-    because the count belongs into its metrics.
+    They may hold -inf (an id beyond the model's vocabulary). The caller floors it, because the count belongs in its metrics.
     """
 
     here = True
@@ -40,10 +37,7 @@ class LocalScorer(Scorer):
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         half: bool = False,
     ) -> None:
-        """Score with `model`; `autocast` is the context of its forward pass (that of the update, for the old log-probs).
-
-        `half`: that context computes in half precision.
-        """
+        """`autocast` is the context of the forward pass; `half`: it computes in half precision."""
         self.lm = ResponseModel(model, temperature=temperature, vocab_size=vocab_size)
         default = TOKEN_BUDGET_CPU if self.lm.device.type == "cpu" else TOKEN_BUDGET_GPU
         self.token_budget = default if token_budget is None else token_budget
@@ -53,7 +47,6 @@ class LocalScorer(Scorer):
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        """Log-probs [T] of each rollout's response tokens, in order."""
         lengths = [len(rollout.prompt.token_ids) + len(rollout) for rollout in rollouts]
         scores: list[Tensor] = [torch.empty(0)] * len(rollouts)
         with eval_mode(self.lm.model):
@@ -71,7 +64,6 @@ class LocalScorer(Scorer):
             return self.lm.check_head(sequences, trained=trained)
 
     def local(self, name: str) -> dict[str, LocalScorer]:
-        """Itself."""
         return {name: self}
 
     @property
@@ -80,5 +72,4 @@ class LocalScorer(Scorer):
         return self if self.lm.fused else None
 
     def paths(self, name: str) -> Iterator[ScoringPath]:
-        """One."""
         yield ScoringPath(f"{name} (local)", name, self, self.half)

@@ -16,26 +16,17 @@ from iwopd.types import Prompt, Rollout
 
 
 class PromptedScorer(Scorer):
-    """Any scorer, with other prompts."""
-
     def __init__(self, scorer: Scorer, change: Callable[[Prompt], Prompt]) -> None:
         self.scorer, self.change = scorer, change
         self.here = scorer.here
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        """Log-probs [T] of each rollout's response tokens after the teacher's prompt, in order.
-
-        Training prompts are all tried out at the start. Evaluation tasks may bring prompts that are no chats: they stay as
-        they are.
-        """
-
-        def seen(prompt: Prompt) -> Prompt:
-            return self.change(prompt) if "messages" in prompt.metadata else prompt
-
-        return self.scorer.score([replace(rollout, prompt=seen(rollout.prompt)) for rollout in rollouts])
+        """Prompts of evaluation tasks that are no chats stay as they are."""
+        prompts = (rollout.prompt for rollout in rollouts)
+        seen = [self.change(prompt) if "messages" in prompt.metadata else prompt for prompt in prompts]
+        return self.scorer.score([replace(rollout, prompt=prompt) for rollout, prompt in zip(rollouts, seen, strict=True)])
 
     def local(self, name: str) -> dict[str, LocalScorer]:
-        """Those of the scorer inside."""
         return self.scorer.local(name)
 
     def paths(self, name: str) -> Iterator[ScoringPath]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Scorer(ABC):
-    """Log-probs of given rollouts. Only `score` must be written; the other answers have defaults."""
+    """Log-probs of given rollouts. Only `score` must be implemented."""
 
     here: bool = False
     """Whether it computes in this process: two such scorers would only take turns."""

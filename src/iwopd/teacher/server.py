@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from iwopd.background import in_background
-from iwopd.http_clients import GarbledError, hide_key, key_headers, parse
+from iwopd.config.engines import TeacherSource
+from iwopd.http_clients import CONNECT_SECONDS, GarbledError, client_settings, encode, hide_key, key_headers, parse
 from iwopd.teacher.dialects import DIALECTS, TokenSequence
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
-from iwopd.teacher.exchange import UnreachableError, client, exchange
 from iwopd.teacher.replicas import Replica
 from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.types import Prompt, Rollout
@@ -36,25 +36,8 @@ Result = TypeVar("Result")
 Notify = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    urls: tuple[str, ...]
-    """Replicas of one model: scheme, host, port; without `/v1`."""
-    model: str | None = None
-    """What the servers call it; None: the only one they have."""
-    dialect: str = "vllm"
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the key."""
-    max_in_flight: int = 16
-    """Concurrent requests per replica."""
-    tokens_per_request: int = 8192
-    """Short sequences share a request up to this many tokens; a longer one goes alone."""
-    request_timeout: float = 300.0
-    """Seconds for one attempt."""
-    patience: float = 600.0
-    """Seconds after which a request that keeps failing ends the run."""
-    deadline: float = 7200.0
-    """Seconds for all rollouts of one `score` call."""
+class UnreachableError(Exception):
+    """A transport error or a 5xx: worth another try."""
 
 
 @dataclass
@@ -74,14 +57,16 @@ class _Request:
 class ServerScorer(Scorer):
     """Log-probs of given rollouts from a server."""
 
-    def __init__(self, settings: ServerSettings, *, name: str = "teacher", notify: Notify = lambda _: None) -> None:
+    def __init__(
+        self, settings: TeacherSource, *, model: str | None = None, name: str = "teacher", notify: Notify = lambda _: None
+    ) -> None:
+        """`model` is what the servers call it, where `settings` do not say; None: the only one they have."""
         self.settings, self.name, self.notify = settings, name, notify
-        self.model = settings.model
+        self.model = settings.name or model
         self.dialect = DIALECTS[settings.dialect]
         self.replicas = [Replica(url) for url in settings.urls]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        """Log-probs [T] of each rollout's response tokens, in order."""
         sequences = [
             TokenSequence((*rollout.prompt.token_ids, *rollout.response_ids.tolist()), len(rollout.prompt.token_ids))
             for rollout in rollouts
@@ -91,7 +76,7 @@ class ServerScorer(Scorer):
     def paths(self, name: str) -> Iterator[ScoringPath]:
         """One for each replica, whose precision is its own affair."""
         for url in self.settings.urls:
-            alone = ServerScorer(replace(self.settings, urls=(url,), model=self.model), name=self.name)
+            alone = ServerScorer(self.settings.model_copy(update={"urls": [url], "name": self.model}), name=self.name)
             yield ScoringPath(f"{name} ({url})", name, alone, half=True)
 
     def try_out(self, prompts: Sequence[Prompt], *, vocab_size: int, max_tokens: int) -> None:
@@ -103,13 +88,11 @@ class ServerScorer(Scorer):
 
     def score_ids(self, sequences: Sequence[TokenSequence]) -> list[list[float]]:
         """Log-probs of the ids from `start` on, in order."""
-        scores: list[list[float]] = [[] for _ in sequences]
         requests = self._requests(sequences)
-        if requests:
-            for rows, values in run_async(self._converse(requests)):
-                for row, row_values in zip(rows, values, strict=True):
-                    scores[row] = row_values
-        return scores
+        scores: dict[int, list[float]] = {}
+        for rows, values in run_async(self._converse(requests)) if requests else []:
+            scores.update(zip(rows, values, strict=True))
+        return [scores.get(row, []) for row in range(len(sequences))]
 
     def _requests(self, sequences: Sequence[TokenSequence]) -> list[_Request]:
         """Sequences grouped up to `tokens_per_request` tokens, with enough requests to keep every replica busy."""
@@ -146,12 +129,12 @@ class ServerScorer(Scorer):
                 scores = await self._attempt(replica, session, headers, request)
                 if scores is None:
                     waiting.put_nowait(request)
-                    continue
-                results.append((request.rows, scores))
-                if len(results) == len(requests):
-                    done.set()
+                else:
+                    results.append((request.rows, scores))
+                    if len(results) == len(requests):
+                        done.set()
 
-        async with client(self.settings.urls) as session:
+        async with _client(self.settings.urls) as session:
             count = min(self.settings.max_in_flight, len(requests))
             workers = [asyncio.create_task(work(replica, session)) for replica in self.replicas for _ in range(count)]
             finished = asyncio.create_task(done.wait())
@@ -208,11 +191,9 @@ class ServerScorer(Scorer):
         self, replica: Replica, session: httpx.AsyncClient, headers: dict[str, str], path: str, body: Any, most_bytes: int
     ) -> Any:
         """The parsed response of one server to one request."""
-        seconds = self.settings.request_timeout
-        method = "GET" if body is None else "POST"
-        url = replica.url + path
-        status, content = await exchange(
-            session, method, url, headers=headers, body=body, seconds=seconds, most_bytes=most_bytes
+        method, seconds = "GET" if body is None else "POST", self.settings.request_timeout
+        status, content = await _exchange(
+            session, method, replica.url + path, headers=headers, body=body, seconds=seconds, most_bytes=most_bytes
         )
         if status == 200:
             return parse(content)
@@ -240,7 +221,7 @@ class ServerScorer(Scorer):
 
         async def tries() -> dict[str, Any]:
             began, garbled = time.monotonic(), 0
-            async with client(self.settings.urls) as session:
+            async with _client(self.settings.urls) as session:
                 while True:
                     answers = await asyncio.gather(*(one(replica, session) for replica in self.replicas))
                     there = {r.url: a for r, a in zip(self.replicas, answers, strict=True) if not isinstance(a, Exception)}
@@ -268,3 +249,26 @@ def run_async(work: Coroutine[Any, Any, Result]) -> Result:
     except RuntimeError:
         return asyncio.run(work)
     return in_background(lambda: asyncio.run(work)).result()
+
+
+def _client(urls: Sequence[str]) -> httpx.AsyncClient:
+    return httpx.AsyncClient(**client_settings(urls), timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+
+
+async def _exchange(
+    session: httpx.AsyncClient, method: str, url: str, *, headers: dict[str, str], body: Any, seconds: float, most_bytes: int
+) -> tuple[int, bytes]:
+    """Status and content. A body that grows beyond `most_bytes` is a `TeacherError`: no honest answer is that long."""
+    try:
+        async with asyncio.timeout(seconds), session.stream(method, url, content=encode(body), headers=headers) as response:
+            pieces, size = [], 0
+            async for piece in response.aiter_raw():
+                pieces.append(piece)
+                size += len(piece)
+                if size > most_bytes:
+                    raise TeacherError(f"the answer has more than {most_bytes} bytes, far more than the question needs")
+            return response.status_code, b"".join(pieces)
+    except TimeoutError:
+        raise UnreachableError(f"no whole answer within {seconds:g} s") from None
+    except httpx.TransportError as error:
+        raise UnreachableError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None

@@ -33,7 +33,7 @@ class ServingError(UserError, RuntimeError):
 
 
 class RefusalError(Exception):
-    """A request that is not answered."""
+    """A request that is not answered: HTTP status and message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -103,8 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {"object": "list", "data": [{**card, "max_model_len": model.max_length, "vocab_size": model.vocab_size}]}
 
     def _completions(self) -> dict[str, Any]:
-        request = self._body()
-        sequences, draw = read_request(request, self.server.name, self.server.model)
+        sequences, draw = read_request(self._body(), self.server.name, self.server.model)
         return completion(self.server.name, sequences, self.server.model.score(sequences, draw=draw))
 
     def _body(self) -> Any:
@@ -152,9 +151,8 @@ def read_request(request: Any, name: str, model: ServingModel) -> tuple[list[lis
         if wrong is not None:
             raise RefusalError(400, f"token id {wrong} is out of vocabulary: the model has {model.vocab_size} ids")
         if len(ids) + 1 > model.max_length:
-            raise RefusalError(
-                400, f"a prompt of {len(ids)} tokens and one more do not fit into the {model.max_length} of the model"
-            )
+            found = f"a prompt of {len(ids)} tokens and one more"
+            raise RefusalError(400, f"{found} do not fit into the {model.max_length} of the model")
     return sequences, request.get("max_tokens") == 1 and request.get("logprobs") is not None
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from iwopd.lm import Sequences
 from iwopd.model_facts import output_rows
@@ -47,7 +45,9 @@ class ServingModel:
         self.vocab_size, self.max_length = vocab_size, max_length
         self.scorer = LocalScorer(model, vocab_size=vocab_size, token_budget=token_budget)
         self.batches = 0
-        self._check_head()
+        # Models that do more to their logits than a product (soft caps) are found out before they score.
+        ids = torch.randint(vocab_size, (min(32, max_length),), generator=torch.Generator().manual_seed(0))
+        self.scorer.check_head(Sequences.build([ids[:1]], [ids[1:]]))
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -57,12 +57,6 @@ class ServingModel:
         self._jobs.put(job)
         return job.future.result()
 
-    def _check_head(self) -> None:
-        """Models that do more to their logits than a product (soft caps) are found out before they score."""
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.vocab_size, (min(32, self.max_length),), generator=generator)
-        self.scorer.check_head(Sequences.build([ids[:1]], [ids[1:]]))
-
     def _work(self) -> None:
         while True:
             jobs = [self._jobs.get()]
@@ -70,7 +64,7 @@ class ServingModel:
                 jobs.append(self._jobs.get())
             self.batches += 1
             try:
-                scores = iter(self._score([ids for job in jobs for ids in job.sequences]))
+                scores = iter(self.scorer.score([_rollout(ids) for job in jobs for ids in job.sequences]))
                 for job in jobs:
                     logprobs = [next(scores).tolist() for _ in job.sequences]
                     job.future.set_result(Scored(logprobs, [self._draw(ids) for ids in job.sequences] if job.draw else []))
@@ -78,9 +72,6 @@ class ServingModel:
                 for job in jobs:
                     if not job.future.done():
                         job.future.set_exception(error)
-
-    def _score(self, sequences: Sequence[list[int]]) -> list[Tensor]:
-        return self.scorer.score([_rollout(ids) for ids in sequences])
 
     @torch.no_grad()
     def _draw(self, ids: list[int]) -> Drawn:
@@ -93,10 +84,7 @@ class ServingModel:
 
 
 def served_vocabulary(source: str, model: Any, *, given: int | None = None, trust_remote_code: bool = False) -> int:
-    """Ids that can occur: as many as given, else those of the model's tokenizer. Further rows of the output matrix are padding.
-
-    Where there is no tokenizer at all, all rows count. One that cannot be read is an error.
-    """
+    """Ids that can occur: as many as given, else those of the model's tokenizer, or all rows if it has none."""
     rows = output_rows(model)
     if given is not None and not 1 <= given <= rows:
         raise ModelError(f"--vocab-size is {given}, and the model has {rows} output rows: it must lie between 1 and {rows}")

@@ -58,7 +58,6 @@ class Parts:
     """Of every model in this process, by name."""
     tasks: list[Task]
     ranks: Ranks
-    device: torch.device
     engine: Engine
     """Shared by the samplers."""
     max_response: int
@@ -94,11 +93,9 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
         return scorer(teacher if source is None else _other_teacher(config, source, tokenizer, accelerator.device))
 
     student_scorer = scorer(student, autocast=accelerator.autocast, half=config.precision != "no")
-    scorers: dict[str, Scorer | None] = {
-        "student": student_scorer,
-        "teacher": build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher),
-        "reference": _reference_scorer(config, world, tokenizer, student, scorer, accelerator.device),
-    }
+    teacher_scorer = build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher)
+    reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator.device)
+    scorers = {"student": student_scorer, "teacher": teacher_scorer, "reference": reference_scorer}
     heads = check_heads(scorers, order.prompts)
     learner = Learner(student_scorer.lm, config.optim, config.method.made, accelerator, ranks)
     # Last, because it may start processes: whatever fails before leaves nothing open.
@@ -119,13 +116,12 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
             sampler=sampler(max_tokens, config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
             eval_samplers={task.name: sampler(task.max_tokens, task.temperature) for task in tasks},
             student_scorer=student_scorer,
-            teacher_scorer=scorers["teacher"],
-            reference_scorer=scorers["reference"],
+            teacher_scorer=teacher_scorer,
+            reference_scorer=reference_scorer,
             learner=learner,
             heads=heads,
             tasks=tasks,
             ranks=ranks,
-            device=accelerator.device,
             engine=engine,
             max_response=max_tokens,
         )
@@ -138,7 +134,7 @@ def check_heads(scorers: Mapping[str, Scorer | None], prompts: Sequence[Prompt])
     """Compare the fused head of every model here with its own logits, on a few hundred tokens of real prompts."""
     pieces: list[Tensor] = []
     for prompt in prompts:
-        room = HEAD_TOKENS - sum(len(piece) for piece in pieces)
+        room = HEAD_TOKENS - sum(map(len, pieces))
         if room < 2:
             break
         ids = prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2
@@ -161,8 +157,7 @@ def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ran
 
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:
     """Tokenizer, student and teacher; no teacher where a server has it."""
-    sources = {name: source_of(config, name, world) for name in ("student", "teacher")}
-    student_source, teacher_source = sources["student"], sources["teacher"]
+    student_source, teacher_source = source_of(config, "student", world), source_of(config, "teacher", world)
     assert student_source is not None  # the config was validated
     assert teacher_source is not None
     trust = config.models.trust_remote_code
@@ -185,7 +180,14 @@ def _other_teacher(config: Config, path: str, tokenizer: Any, device: torch.devi
     return teacher
 
 
-def _reference_scorer(config: Config, world: tiny.World | None, tokenizer: Any, student: Any, scorer: Any, device: Any) -> Any:
+def _reference_scorer(
+    config: Config,
+    world: tiny.World | None,
+    tokenizer: Any,
+    student: Any,
+    scorer: Callable[..., LocalScorer],
+    device: torch.device,
+) -> Scorer | None:
     """Scores under the reference, where the method needs one: a model of its own, or the student without its adapter."""
     if not config.method.made.needs_reference:
         return None
@@ -208,9 +210,8 @@ def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notif
             notify(item.summary(config.data.max_prompt_tokens))
     if len(loaded) == 1:
         return PromptOrder(loaded[0].prompts, per_step, config.seed)
-    return MixedOrder(
-        [(item, given.weight) for item, given in zip(loaded, config.data.sets, strict=True)], per_step, config.seed
-    )
+    weighted = [(item, given.weight) for item, given in zip(loaded, config.data.sets, strict=True)]
+    return MixedOrder(weighted, per_step, config.seed)
 
 
 def training_sets(config: Config, tokenizer: Any) -> list[LoadedPrompts]:
@@ -220,9 +221,8 @@ def training_sets(config: Config, tokenizer: Any) -> list[LoadedPrompts]:
         return [load_prompts(Path(str(config.data.prompts)), tokenizer, most)]
     chosen = [prompt_set(**item.model_dump(exclude_none=True, exclude={"weight"})) for item in config.data.sets]
     names = [item.name for item in chosen]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"two sets of data.sets are called {twice!r}: give one of them another name")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"two sets of data.sets are called {twice[0]!r}: give one of them another name")
     return [load_set(item, tokenizer, most) for item in chosen]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def model_card(config: Config, run: RunDirectory, step: int) -> str:
         _origin(config, run),
         "## Evaluation\n\n" + _evaluations(run, step),
         "## Parameters\n\n```toml\n" + _parameters(config) + "```",
-        "## Versions\n\n" + ", ".join(f"{name} {number}" for name, number in _versions(config).items()),
+        "## Versions\n\n" + _versions(),
         _usage(config),
     ]
     return "\n\n".join(parts) + "\n"
@@ -101,27 +102,23 @@ def _parameters(config: Config) -> str:
     return tomli_w.dumps({"steps": config.steps, "seed": config.seed, **{name: tree[name] for name in SECTIONS}})
 
 
-def _versions(config: Config) -> dict[str, str]:
-    found = {"iwopd": iwopd.__version__}
+def _versions() -> str:
+    found = [f"iwopd {iwopd.__version__}"]
     for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return ", ".join(found)
 
 
 def _usage(config: Config) -> str:
-    note = ""
-    if config.lora.rank:
-        note = (
-            "\n\nThis folder holds an adapter: peft must be installed, and the student's own weights must be where "
-            "adapter_config.json says. `iwopd export RUN OUT --merge` makes a folder that needs neither."
-        )
+    note = (
+        "\n\nThis folder holds an adapter: peft must be installed, and the student's own weights must be where "
+        "adapter_config.json says. `iwopd export RUN OUT --merge` makes a folder that needs neither."
+    )
     return (
         "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained("this folder")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("this folder")\n```' + note
+        'tokenizer = AutoTokenizer.from_pretrained("this folder")\n```' + (note if config.lora.rank else "")
     )
 
 

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.optim import Optimizer
 
 from iwopd.filesystem import alive, first_free, locked, make_directory, read_json, remove, sync, write_atomic
-from iwopd.train.checkpoint_files import Checkpoint, damage, read_checkpoint, write_checkpoint, write_weights
-from iwopd.train.checkpoint_state import CheckpointError, tensor_bytes
+from iwopd.train.checkpoint_files import Checkpoint, damage, read_checkpoint, seal, write_weights
+from iwopd.train.checkpoint_state import CheckpointError, tensor_bytes, write_model, write_optimizer, write_rng
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,18 +47,12 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust r
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
-
-    The `keep` newest ones stay, and protected ones. `notify` is called with what a user must know: damage and what was done
-    about it.
-    """
+    """The checkpoints of one run: the `keep` newest ones and protected ones. `notify` tells the user of damage."""
 
     def __init__(self, directory: Path, *, keep: int = 2, notify: Callable[[str], None] = log.warning) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        self.directory = Path(directory)
-        self.keep = keep
-        self._notify = notify
+        self.directory, self.keep, self._notify = Path(directory), keep, notify
         if self.directory.is_dir():
             with locked(self.directory):
                 self._sweep()
@@ -75,9 +69,7 @@ class CheckpointStore:
         state: Mapping[str, JSON],
         card: str | None = None,
     ) -> Path:
-        """Write the checkpoint of `step`, synced to disk, and return its folder.
-
-        `card` becomes the README.md next to the weights.
+        """Write the checkpoint of `step`, synced to disk, and return its folder; `card` is the README.md next to the weights.
 
         A valid checkpoint of the same step is replaced. Older ones beyond `keep` are deleted once the new one is in place;
         those of later steps are kept. On any error the existing checkpoints are unchanged.
@@ -88,7 +80,10 @@ class CheckpointStore:
             raise TypeError(f"the model is a {type(model).__name__} without save_pretrained: unwrap it before saving")
 
         def write(draft: Path) -> None:
-            write_checkpoint(draft, step, model=model, tokenizer=tokenizer, optimizer=optimizer, state=plain_state, card=card)
+            write_rng(draft)  # first: nothing after it may draw a random number that the resumed run would not
+            write_model(draft / "model", model, tokenizer, card)
+            write_optimizer(draft, optimizer)
+            seal(draft, step, plain_state)
 
         return self._write(step, write, needed=tensor_bytes(model, optimizer))
 
@@ -116,8 +111,7 @@ class CheckpointStore:
             except BaseException as error:
                 if draft is not None:
                     shutil.rmtree(draft, ignore_errors=True)
-                cause = _system_error(error)
-                if cause is None:
+                if (cause := _system_error(error)) is None:
                     raise
                 raise CheckpointError(_failure(step, self.directory, cause, needed)) from error
         return self.directory / name
@@ -162,8 +156,7 @@ class CheckpointStore:
             self._sweep()
             for step in reversed(self.steps()):
                 path = self.directory / _name(step)
-                problem = damage(path, step)
-                if problem is None:
+                if (problem := damage(path, step)) is None:
                     return read_checkpoint(path, step)
                 self._set_aside(path, problem)
         return None
@@ -175,8 +168,7 @@ class CheckpointStore:
         if step not in self.steps():
             raise CheckpointError(f"there is no checkpoint of step {step}: {self.directory} has steps {self.steps()}")
         with locked(self.directory):
-            problem = damage(path, step)
-            if problem is not None:
+            if (problem := damage(path, step)) is not None:
                 raise CheckpointError(f"checkpoint {path} is damaged: {problem}. Use another one: {self.steps()}")
             return read_checkpoint(path, step)
 
@@ -189,16 +181,16 @@ class CheckpointStore:
     def _sweep(self) -> None:
         """Remove unfinished work of dead processes; restore a checkpoint that was being replaced.
 
-        Only drafts are written without the lock that we hold, so only for them does it matter whether the owner lives. For the
-        others the process id is not checked: it may have been reused, and a replaced checkpoint would stay hidden.
+        Only drafts are written without the lock that we hold, so only their owner may live. Elsewhere the process id means
+        nothing: it may have been reused, and a replaced checkpoint would stay hidden.
         """
         for path in sorted(self.directory.glob(".tmp-*")):
             match = _TEMPORARY.fullmatch(path.name)
             try:
                 if path.name.startswith(f".tmp-{_PROTECTED}"):
                     path.unlink()  # its writer would hold the lock that we hold
-                elif match is not None and (match["kind"] or not _at_work_elsewhere(int(match["pid"]))):
-                    self._clear(path, match)
+                elif match is not None and (match["kind"] or int(match["pid"]) == os.getpid() or not alive(int(match["pid"]))):
+                    self._clear(path, match)  # this process's own unfinished work is recognised by its lock
             except OSError as error:
                 self._notify(f"cannot clear the unfinished checkpoint {path}: {error}. It does no harm but takes space")
 
@@ -217,8 +209,7 @@ class CheckpointStore:
         target = self.directory / name
         old: Path | None = None
         if os.path.lexists(target):
-            problem = damage(target, _step(name))
-            if problem is not None:
+            if (problem := damage(target, _step(name))) is not None:
                 self._set_aside(target, problem, must=True)
             else:
                 old = self._temporary("replaced-", name)
@@ -234,10 +225,7 @@ class CheckpointStore:
             self._delete(old)
 
     def _retain(self, newest: int) -> None:
-        """Delete checkpoints older than `newest` beyond `keep`, counting only intact ones.
-
-        The new one is in place, so errors here are reported and do not fail the save.
-        """
+        """Delete checkpoints older than `newest` beyond `keep`, counting only intact ones. Errors do not fail the save."""
         older = [step for step in reversed(self.steps()) if step < newest]
         if len(older) < self.keep:
             return
@@ -306,11 +294,6 @@ def _step(checkpoint: int | str) -> int:
     if match is None:
         raise ValueError(f"{checkpoint!r} is not a checkpoint: give a step, or a folder name such as 'step-000010'")
     return int(match[1])
-
-
-def _at_work_elsewhere(pid: int) -> bool:
-    """Whether it is another living process. This process's own unfinished work is recognised by its lock."""
-    return pid != os.getpid() and alive(pid)
 
 
 def _plain(name: str, value: object) -> Any:

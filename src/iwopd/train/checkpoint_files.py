@@ -6,7 +6,6 @@
     manifest.json             size and SHA-256 of every file above
 
 Checkpoints of another engine (`cluster/verl`) are adopted as weights alone: `model/`, state.json and a manifest that says so.
-
 safetensors does not detect a flipped bit, so a checkpoint is used only if every file matches the manifest.
 """
 
@@ -18,24 +17,13 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from iwopd.filesystem import read_json, sha256, sync
-from iwopd.train.checkpoint_state import (
-    CheckpointError,
-    load_optimizer,
-    load_weights,
-    restore_rng,
-    write_model,
-    write_optimizer,
-    write_rng,
-)
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from iwopd.train.checkpoint_state import CheckpointError, load_optimizer, load_weights, restore_rng
 
 FORMAT_VERSION = 1
 """Raise it when the files of a checkpoint change their meaning."""
@@ -56,37 +44,16 @@ class Checkpoint:
 
     @property
     def model_path(self) -> Path:
-        """For `from_pretrained`."""
         return self.path / "model"
 
     def load_model_weights(self, model: nn.Module) -> None:
-        """Copy the weights into `model`, bit for bit. Names, shapes and dtypes must agree, or nothing is touched."""
         load_weights(self.model_path, model)
 
     def load_optimizer(self, optimizer: Optimizer) -> None:
-        """Give `optimizer` the saved hyperparameters and state, each tensor in the dtype it was saved in."""
         load_optimizer(self.path, optimizer)
 
     def restore_rng(self) -> None:
-        """Set the global random generators of torch, Python and numpy to their saved states."""
         restore_rng(self.path)
-
-
-def write_checkpoint(
-    folder: Path,
-    step: int,
-    *,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    optimizer: Optimizer,
-    state: Mapping[str, Any],
-    card: str | None = None,
-) -> None:
-    """Write all files, synced to disk, the manifest last."""
-    write_rng(folder)  # first: nothing after it may draw a random number that the resumed run would not
-    write_model(folder / "model", model, tokenizer, card)
-    write_optimizer(folder, optimizer)
-    _seal(folder, step, state)
 
 
 def write_weights(folder: Path, step: int, model: Path, state: Mapping[str, Any]) -> None:
@@ -98,17 +65,17 @@ def write_weights(folder: Path, step: int, model: Path, state: Mapping[str, Any]
             os.link(path, target)
         except OSError:  # another file system
             shutil.copyfile(path, target)
-    _seal(folder, step, state, {"weights_only": True})
+    seal(folder, step, state, weights_only=True)
 
 
-def _seal(folder: Path, step: int, state: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
+def seal(folder: Path, step: int, state: Mapping[str, Any], **about: Any) -> None:
     """Write the state and the manifest, and sync everything to disk."""
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": sha256(path)}
-    manifest = {"format": "iwopd checkpoint", "version": FORMAT_VERSION, "step": step, **(about or {}), "files": files}
+    manifest = {"format": "iwopd checkpoint", "version": FORMAT_VERSION, "step": step, **about, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     sync(folder / MANIFEST)
     for path in folder.rglob("*"):
@@ -118,20 +85,15 @@ def _seal(folder: Path, step: int, state: Mapping[str, Any], about: Mapping[str,
 
 
 def read_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """Read a checkpoint that has no `damage`."""
     return Checkpoint(folder, step, read_json(folder / "state.json"))
 
 
 def damage(folder: Path, step: int) -> str | None:
-    """What is wrong with a checkpoint; None if every file is as it was written.
-
-    A checkpoint that cannot be judged, for lack of access or because of a newer format, is an error.
-    """
+    """What is wrong with a checkpoint, or None. One that cannot be judged (no access, a newer format) is an error."""
     try:
         manifest = read_json(folder / MANIFEST)
-        version, written_step, files = manifest["version"], manifest["step"], manifest["files"]
-        sizes = {str(name): int(entry["size"]) for name, entry in files.items()}
-        digests = {str(name): str(entry["sha256"]) for name, entry in files.items()}
+        version, written_step = manifest["version"], manifest["step"]
+        files = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except PermissionError as error:
@@ -146,18 +108,18 @@ def damage(folder: Path, step: int) -> str | None:
     if version != FORMAT_VERSION or written_step != step:
         return f"{MANIFEST} is of format {version!r} and step {written_step!r}, not of format {FORMAT_VERSION} and step {step}"
     required = ("state.json",) if manifest.get("weights_only") else REQUIRED
-    for name in (*([] if sizes.keys() & set(CONFIGS) else CONFIGS[:1]), *required):
-        if name not in sizes:
+    for name in (*([] if files.keys() & set(CONFIGS) else CONFIGS[:1]), *required):
+        if name not in files:
             return f"{MANIFEST} does not list {name}"
     try:
-        for name, size in sizes.items():
+        for name, (size, _) in files.items():
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 return f"{MANIFEST} lists {name}, which is outside the checkpoint"
             if not (folder / name).is_file():
                 return f"{name} is missing"
             if (found := (folder / name).stat().st_size) != size:
                 return f"{name} has {found} bytes, the manifest says {size}"
-        for name, digest in digests.items():
+        for name, (_, digest) in files.items():
             if (computed := sha256(folder / name)) != digest:
                 return f"{name} has SHA-256 {computed[:12]}..., the manifest says {digest[:12]}..."
     except PermissionError as error:

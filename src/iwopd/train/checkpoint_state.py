@@ -51,7 +51,7 @@ def write_model(
 ) -> None:
     """Write a folder for `from_pretrained` and `load_weights`; fails now if it could not be loaded again.
 
-    Of a model with an adapter only the adapter is written, and which frozen weights it belongs to. `card` is its README.
+    Of a model with an adapter: the adapter, and the fingerprint of its frozen weights. `card` is the README.
     """
     with _no_progress_bars():
         # The model's own tensor names, not those of an older file layout, so that loading needs no conversion.
@@ -223,7 +223,6 @@ def _to_json(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `_to_json`."""
     if isinstance(value, list):
         return [_from_json(item, tensors) for item in value]
     if isinstance(value, dict):
@@ -255,9 +254,8 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_rng(folder: Path) -> None:
     """Write the states of the global generators of torch, Python and numpy."""
     devices = _cuda_devices()
-    tensors = {"torch": torch.get_rng_state()}
-    for device in range(devices):
-        tensors[f"cuda.{device}"] = torch.cuda.get_rng_state(device)
+    cuda = {f"cuda.{device}": torch.cuda.get_rng_state(device) for device in range(devices)}
+    tensors = {"torch": torch.get_rng_state(), **cuda}
     numpy_state: Any = None
     if "numpy" in sys.modules:  # if it is not imported, nothing has been drawn from it
         import numpy as np
@@ -270,7 +268,6 @@ def write_rng(folder: Path) -> None:
 
 
 def restore_rng(folder: Path) -> None:
-    """Set the generators to the states that `write_rng` saved."""
     values = read_json(folder / "rng.json")
     tensors = load_file(folder / "rng.safetensors")
     torch.set_rng_state(tensors["torch"])
@@ -282,12 +279,8 @@ def restore_rng(folder: Path) -> None:
         np.random.set_state(values["numpy"])
     saved, here = values["cuda_devices"], _cuda_devices()
     if saved != here:
-        log.warning(
-            "%s holds the random state of %d CUDA devices, this machine has %d: the run continues with other random numbers",
-            folder,
-            saved,
-            here,
-        )
+        devices = f"{saved} CUDA devices, this machine has {here}"
+        log.warning("%s holds the random state of %s: the run continues with other random numbers", folder, devices)
     for device in range(min(saved, here)):
         torch.cuda.set_rng_state(tensors[f"cuda.{device}"], device)
 

@@ -23,10 +23,7 @@ def is_due(config: Config, step: int) -> bool:
 
 
 def evaluate_tasks(config: Config, parts: Parts, run: RunDirectory, tracker: Tracker, step: int) -> dict[str, float]:
-    """Evaluate every task that has no result of this step yet, and write down what came out; accuracy by task.
-
-    A server that goes away during an evaluation ends the run after the step was saved: the resumed run makes up for it.
-    """
+    """Evaluate every task that has no result of this step yet (a resumed run makes up for it); accuracy by task."""
     done = set(parts.ranks.gather({record["task"] for record in run.read("evals.jsonl") if record["step"] == step})[0])
     return {task.name: _evaluate(task, config, parts, run, tracker, step) for task in parts.tasks if task.name not in done}
 

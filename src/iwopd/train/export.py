@@ -23,10 +23,7 @@ class ExportError(UserError, RuntimeError):
 
 
 def export(source: Path, out: Path, *, merged: bool = False, step: int | None = None) -> str:
-    """Write the student of a run's (newest) checkpoint, or of a checkpoint's folder, to `out`; returns what was written.
-
-    `merged` adds an adapter into the weights that it was trained on, so that neither peft nor those weights are needed.
-    """
+    """Write the student of a checkpoint, or a run's newest, to `out`, `merged` with its adapter; returns what was written."""
     run, checkpoint = _find(source, step)
     if os.path.lexists(out):
         raise ExportError(f"{out} is there already: choose another folder")
@@ -70,7 +67,6 @@ def _write_merged(run: RunDirectory, checkpoint: Checkpoint, folder: Path) -> No
     model: Any = load_reference(plain, student, torch.device("cpu"))
     merge(model, checkpoint.model_path).save_pretrained(folder, save_original_format=False)
     load_tokenizer(checkpoint.model_path).save_pretrained(folder)
-    card = checkpoint.model_path / "README.md"
-    if card.exists():
+    if (card := checkpoint.model_path / "README.md").exists():
         text = card.read_text(encoding="utf-8").replace('library_name: "peft"', 'library_name: "transformers"', 1)
         (folder / card.name).write_text(text.partition("\n\nThis folder holds an adapter")[0] + "\n", encoding="utf-8")

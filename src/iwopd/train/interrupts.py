@@ -13,14 +13,13 @@ from types import FrameType
 def interrupts() -> Iterator[list[int]]:
     """The signals received: the first asks for a stop after the step, a second Ctrl-C a second later stops at once."""
     received: list[int] = []
-    first = [0.0]
+    times: list[float] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(number: int, _: FrameType | None) -> None:
+        times.append(time.monotonic())
         # Launchers may pass one Ctrl-C on twice, so a second one counts only after a moment.
-        if received and number == signal.SIGINT and time.monotonic() - first[0] > 1.0:
+        if received and number == signal.SIGINT and times[-1] - times[0] > 1.0:
             raise KeyboardInterrupt
-        if not received:
-            first[0] = time.monotonic()
         received.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -1,11 +1,13 @@
-"""A few rollouts of each evaluation, kept token by token for the report."""
+"""What is kept token by token: a few rollouts of each evaluation for the report, and batches whose update was skipped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from iwopd import algo
@@ -16,13 +18,13 @@ from iwopd.lm import Sequences
 from iwopd.modes import eval_mode
 from iwopd.train.assembly import Parts
 from iwopd.train.metrics import training_progress
-from iwopd.types import Rollout
+from iwopd.types import Rollout, TokenBatch
 
 
 def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: int) -> Iterator[dict[str, Any]]:
     """The first few rollouts of an evaluation with every token's numbers, for the report's token view."""
-    count = config.eval.kept_rollouts
-    rollouts = [rollout for rollout in evaluation.rollouts if rollout.sample == 0][:count]
+    places = [row for row, rollout in enumerate(evaluation.rollouts) if rollout.sample == 0][: config.eval.kept_rollouts]
+    rollouts = [evaluation.rollouts[place] for place in places]
     if not rollouts:
         return
     old, teacher = parts.student_scorer.score(rollouts), parts.teacher_scorer.score(rollouts)
@@ -37,9 +39,8 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
     )
     signal = parts.objective.signal(evidence)
     divergence = _full_kl(parts, rollouts)
-    places = [row for row, rollout in enumerate(evaluation.rollouts) if rollout.sample == 0]
     right = evaluation.result.scores.reshape(-1)
-    for row, rollout in enumerate(rollouts):
+    for row, (place, rollout) in enumerate(zip(places, rollouts, strict=True)):
         length = len(rollout)
         yield {
             "step": step,
@@ -47,8 +48,8 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
             "prompt_id": rollout.prompt.id,
             "prompt": rollout.prompt.text,
             "answer": rollout.prompt.answer,
-            "text": evaluation.texts[places[row]],
-            "correct": bool(right[places[row]] > 0.5),
+            "text": evaluation.texts[place],
+            "correct": bool(right[place] > 0.5),
             "stop_reason": rollout.stop_reason,
             "token_ids": rollout.response_ids.tolist(),
             "tokens": [str(parts.tokenizer.decode([token])) for token in rollout.response_ids.tolist()],
@@ -58,6 +59,13 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
             "weights": _rounded(signal.weights[row, :length]),
             **({} if divergence is None else {"kl": _rounded(divergence[row])}),
         }
+
+
+def dump_skipped(folder: Path, batch: TokenBatch, columns: dict[str, Tensor], step: int) -> None:
+    """Keep the batch of a skipped update: ids and lengths, and what the loss received of each token."""
+    names = ("prompt_ids", "prompt_lengths", "response_ids", "lengths", "old_logprobs", "teacher_logprobs")
+    tensors = {**{name: getattr(batch, name) for name in names}, **columns}
+    save_file({name: values.contiguous() for name, values in tensors.items()}, folder / f"skipped-step-{step:06d}.safetensors")
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -48,23 +49,19 @@ class ForwardPass:
     """[N, H] with its graph."""
 
 
-@dataclass
-class _Totals:
-    """What adds up over the optimizer steps of an update."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    waste: list[float] = field(default_factory=list)
-    stats: list[LossStats] = field(default_factory=list)
-    skipped: int = 0
+class _OptimizerStep(NamedTuple):
+    loss: float
+    grad_norm: float
+    padding_waste: float
+    stats: LossStats
+    taken: bool
 
 
 class Learner:
     """Owns the optimizer of a student."""
 
     def __init__(self, lm: ResponseModel, optim: Optim, objective: Objective, accelerator: Accelerator, ranks: Ranks) -> None:
-        self.lm, self.optim, self.objective = lm, optim, objective
-        self.accelerator, self.ranks = accelerator, ranks
+        self.lm, self.optim, self.objective, self.accelerator, self.ranks = lm, optim, objective, accelerator, ranks
         self.parameters = [parameter for parameter in lm.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
@@ -74,10 +71,9 @@ class Learner:
             lm.model.gradient_checkpointing_enable()
 
     def forward(self, rollouts: Sequence[Rollout]) -> ForwardPass | None:
-        """The forward pass of the coming update over all rollouts, if it can run now; then nobody else need score them.
+        """The forward pass of the coming update, if it can run before the signal; then nobody else need score the rollouts.
 
-        None if it must wait for the signal. It is the old policy's only if the step has one update, and keeping it costs no
-        more memory than the update needs anyway only if it is one micro-batch.
+        None if the step has several updates (it would not be the old policy's) or micro-batches (it would cost more memory).
         """
         lengths = [len(rollout.prompt.token_ids) + len(rollout) for rollout in rollouts]
         groups = self.lm.micro_batches(lengths, self.optim.token_budget)
@@ -96,35 +92,27 @@ class Learner:
         return ForwardPass([parts[row] for row in range(len(rollouts))], hidden)
 
     def update(
-        self,
-        batch: TokenBatch,
-        columns: dict[str, Tensor],
-        *,
-        seed: int,
-        step: int,
-        forward: ForwardPass | None = None,
+        self, batch: TokenBatch, columns: dict[str, Tensor], *, seed: int, step: int, forward: ForwardPass | None = None
     ) -> Update:
-        """Train on a batch, which is the whole step's on every rank.
-
-        `columns` are the objective's, [N]. `forward` is the pass that `forward` made of the same rollouts.
-        """
+        """Train on the whole step's batch; `columns` [N] are the objective's, `forward` is the pass over the same rollouts."""
         if forward is not None and len(forward.hidden) != len(batch.response_ids):
             raise ValueError(f"the forward pass has {len(forward.hidden)} tokens, the batch {len(batch.response_ids)}")
         self.lm.model.train()
-        totals = _Totals()
+        steps: list[_OptimizerStep] = []
         for epoch in range(self.optim.ppo_epochs):
             for rows in self._mini_batches(len(batch), seed, step, epoch):
                 denominator = int(columns["supervised"][batch.places(rows)].sum())
                 if denominator:
-                    self._optimize(batch, columns, rows, denominator, forward, totals)
+                    steps.append(self._optimize(batch, columns, rows, denominator, forward))
+        taken = sum(one.taken for one in steps)
         return Update(
-            loss=_mean(totals.losses),
-            grad_norm=_mean(totals.norms),
+            loss=_mean([one.loss for one in steps]),
+            grad_norm=_mean([one.grad_norm for one in steps]),
             tokens=int(columns["supervised"].sum()),
-            skipped=totals.skipped,
-            updates=len(totals.losses) - totals.skipped,
-            padding_waste=_mean(totals.waste),
-            stats=self._merged(totals.stats),
+            skipped=len(steps) - taken,
+            updates=taken,
+            padding_waste=_mean([one.padding_waste for one in steps]),
+            stats=self._merged([one.stats for one in steps]),
         )
 
     def _mini_batches(self, count: int, seed: int, step: int, epoch: int) -> list[list[int]]:
@@ -136,35 +124,20 @@ class Learner:
         return [rows[start : start + size] for start in range(0, count, size)]
 
     def _optimize(
-        self,
-        batch: TokenBatch,
-        columns: dict[str, Tensor],
-        rows: Sequence[int],
-        denominator: int,
-        forward: ForwardPass | None,
-        totals: _Totals,
-    ) -> None:
+        self, batch: TokenBatch, columns: dict[str, Tensor], rows: Sequence[int], denominator: int, forward: ForwardPass | None
+    ) -> _OptimizerStep:
         """One optimizer step on these rows of the batch, or none if loss or gradient is not finite."""
         loss, stats, waste = self._accumulate(batch, columns, rows, denominator, forward)
         self.ranks.sum_gradients(self.parameters)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.optim.grad_clip))
-        if math.isfinite(loss) and math.isfinite(norm):
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
             self.optimizer.step()
-        else:
-            totals.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        totals.losses.append(loss)
-        totals.norms.append(norm)
-        totals.waste.append(waste)
-        totals.stats.append(stats)
+        return _OptimizerStep(loss, norm, waste, stats, finite)
 
     def _accumulate(
-        self,
-        batch: TokenBatch,
-        columns: dict[str, Tensor],
-        rows: Sequence[int],
-        denominator: int,
-        forward: ForwardPass | None,
+        self, batch: TokenBatch, columns: dict[str, Tensor], rows: Sequence[int], denominator: int, forward: ForwardPass | None
     ) -> tuple[float, LossStats, float]:
         """Backward over this rank's rows; returns loss and statistics of all ranks, and the share of padding here."""
         mine = rows[self.ranks.rank :: self.ranks.count]
@@ -190,17 +163,13 @@ class Learner:
     def _loss(
         self, sequences: Sequences, columns: dict[str, Tensor], denominator: int, forward: ForwardPass | None
     ) -> ObjectiveLoss:
-        """The objective's loss of one micro-batch."""
         sequences = sequences.to(self.lm.device)
         if not self.lm.fused:
             with self.accelerator.autocast():
                 logprobs = self.lm.logprobs(sequences)
             return self.objective.logprobs_loss(logprobs, columns, denominator)
-        if forward is not None:
-            hidden = forward.hidden
-        else:
-            with self.accelerator.autocast():
-                hidden = self.lm.token_hidden(sequences)
+        with self.accelerator.autocast():
+            hidden = self.lm.token_hidden(sequences) if forward is None else forward.hidden
         return self.objective.loss(self.lm.student_tokens(hidden, sequences.response_ids), columns, denominator)
 
     def _merged(self, parts: list[LossStats]) -> LossStats:

@@ -28,10 +28,10 @@ def world_recipe(config: Config) -> tiny.WorldRecipe | None:
     models = config.models
     if models.world is None:
         return None
-    chosen = {"teacher": models.teacher_size, "student": models.student_size}
-    sizes = {name: size for name, size in chosen.items() if size is not None}
+    sizes = {"teacher": models.teacher_size, "student": models.student_size}
+    given = {name: size for name, size in sizes.items() if size is not None}
     try:
-        return tiny.world_recipe(models.world, lineage=models.lineage, **sizes)
+        return tiny.world_recipe(models.world, lineage=models.lineage, **given)
     except ValueError as error:
         raise ConfigError(f"models.world: {error}") from None
 
@@ -79,12 +79,5 @@ def load_reference(config: Config, source: ModelSource, device: torch.device) ->
 
 
 def _load(config: Config, source: ModelSource, device: torch.device | str, dtype: str, quantized: Any = None) -> Any:
-    models = config.models
-    return load_model(
-        source,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=models.trust_remote_code,
-        attention=models.attention,
-        quantization=quantized,
-    )
+    trust, attention = config.models.trust_remote_code, config.models.attention
+    return load_model(source, dtype=dtype, device=device, trust_remote_code=trust, attention=attention, quantization=quantized)

@@ -10,11 +10,10 @@ from iwopd.runs.directory import RunDirectory
 from iwopd.train.assembly import Parts
 from iwopd.train.card import model_card
 from iwopd.train.checkpoint import CheckpointStore
-from iwopd.train.clock import Clock
-from iwopd.train.dumps import dump_skipped
 from iwopd.train.evaluation import evaluate_tasks, is_due, keep_best
 from iwopd.train.interrupts import interrupts
-from iwopd.train.metrics import step_metrics
+from iwopd.train.kept import dump_skipped
+from iwopd.train.metrics import Clock, step_metrics
 from iwopd.train.mismatch import check_engine, mismatch_metrics
 from iwopd.train.pipeline import write_step
 from iwopd.train.scoring import loss_columns, score_step

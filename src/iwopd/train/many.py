@@ -28,8 +28,6 @@ class ManyRunsError(UserError, RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class PlannedRun:
-    """A run to be made."""
-
     title: str
     folder: Path
     config: Config
@@ -58,9 +56,8 @@ def run_all(planned: Sequence[PlannedRun], *, at_a_time: int, console: Console) 
     running: dict[PlannedRun, subprocess.Popen[bytes]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     clock = _Clock(sum(run.config.steps - run.steps_done for run in waiting))
-    total = len(waiting)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        overall = progress.add_task("all", total=total)
+        overall = progress.add_task("all", total=len(waiting))
         bars: dict[PlannedRun, TaskID] = {}
         try:
             while waiting or running:

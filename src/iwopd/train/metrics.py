@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
     from iwopd.train.scoring import ScoredStep
 
 POSITION_BINS = 10
+
+
+class Clock:
+    """Wall time by stage."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """The stage `name` ends now; the next one begins."""
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
 
 
 def training_progress(step: int, steps: int) -> float:
@@ -47,19 +61,15 @@ def signal_metrics(signal: TrainingSignal) -> dict[str, Any]:
     mask = signal.mask
     gap, weights = signal.gap[mask], signal.weights[mask]
     profile = algo.position.position_profile(signal.gap, mask, bins=POSITION_BINS, kl=-signal.gap, weights=signal.weights)
-    metrics: dict[str, Any] = {
+    curves = {"abs_gap": profile.abs_gap, "kl": profile.kl, "weights": profile.weights}
+    return {
         "kl/sampled": -mean(gap),
         "gap/abs_mean": mean(gap.abs()),
         "weights/mean": mean(weights),
         "weights/min": float(weights.min()) if len(weights) else 0.0,
         "weights/max": float(weights.max()) if len(weights) else 0.0,
-        "position/abs_gap": profile.abs_gap.mean.tolist(),
+        **{f"position/{name}": curve.mean.tolist() for name, curve in curves.items() if curve is not None},
     }
-    if profile.kl is not None:
-        metrics["position/kl"] = profile.kl.mean.tolist()
-    if profile.weights is not None:
-        metrics["position/weights"] = profile.weights.mean.tolist()
-    return metrics
 
 
 def mean(values: Tensor) -> float:

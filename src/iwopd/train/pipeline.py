@@ -1,7 +1,7 @@
 """Overlap inside a step: while the student still writes some answers, the teacher scores those that are finished.
 
-It stays on-policy, since the weights do not change within a step, and the noise behind each token does not depend on what
-else is under way. Worth it where the teacher computes elsewhere (a server); in one process both would only take turns.
+It stays on-policy: the weights do not change within a step, and a token's noise does not depend on what else is under way.
+Worth it where the teacher computes elsewhere (a server); in one process both would only take turns.
 """
 
 from __future__ import annotations
@@ -44,16 +44,14 @@ class Scoring:
 
     def _work(self) -> dict[int, Tensor]:
         scores: dict[int, Tensor] = {}
-        more = True
-        while more:
+        taken: list[tuple[int, Rollout] | None] = []
+        while None not in taken:
             taken = [self._waiting.get()]
             while not self._waiting.empty():
                 taken.append(self._waiting.get())
-            items = [item for item in taken if item is not None]
-            more = len(items) == len(taken)
+            items = dict(item for item in taken if item is not None)
             if items:
-                found = self._scorer.score([rollout for _, rollout in items])
-                scores.update(zip([place for place, _ in items], found, strict=True))
+                scores.update(zip(items, self._scorer.score(list(items.values())), strict=True))
         return scores
 
 

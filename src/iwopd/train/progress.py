@@ -27,10 +27,8 @@ def pretraining_progress() -> Iterator[PretrainingListener]:
             return
         last[0] = now
         text = "   ".join(f"{name} {done}/{of} (loss {value:.3f})" for name, (done, of, value) in state.items())
-        print(
-            f"{chr(13) if terminal else ''}training the world's models: {text}", end="" if terminal else "\n", file=sys.stderr
-        )
-        sys.stderr.flush()
+        start, end = ("\r", "") if terminal else ("", "\n")
+        print(f"{start}training the world's models: {text}", end=end, file=sys.stderr, flush=True)
 
     yield report
     if state and terminal:

@@ -39,20 +39,19 @@ class Ranks:
         if self.count == 1:
             return work(items)
         mine: list[Result] = []
-        fault: UserError | None = None
+        fault = None
         try:
             mine = work(items[self.rank :: self.count])
         except UserError as error:
             fault = error
-        parts: list[Any] = []
-        for part, other_fault in self.gather((mine, fault)):
-            if other_fault is not None:
-                raise fault or other_fault
-            parts.append(part)
-        each = sum(len(part) for part in parts) // max(1, len(items))
+        everyone = self.gather((mine, fault))
+        if faults := [other for _, other in everyone if other is not None]:
+            raise fault or faults[0]
+        parts = [part for part, _ in everyone]
+        each = sum(map(len, parts)) // max(1, len(items))
         results: list[Result] = []
         for place in range(len(items)):
-            owner, row = place % self.count, place // self.count
+            row, owner = divmod(place, self.count)
             results += parts[owner][row * each : (row + 1) * each]
         return results
 

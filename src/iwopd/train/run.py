@@ -31,10 +31,7 @@ def run_training(
     doctor: bool = True,
     progress: tiny.PretrainingListener | None = None,
 ) -> TrainingState:
-    """Train in `folder`. With `resume`, go on from the newest valid checkpoint (or from the start if there is none).
-
-    `doctor` examines the recipe first, and refuses it if anything fails.
-    """
+    """Train in `folder`, from the newest valid checkpoint with `resume`; with `doctor` refuse a recipe that fails a check."""
     run = RunDirectory(folder)
     messages: list[str] = []
     if resume:
@@ -109,5 +106,4 @@ def _bring_back(checkpoint: Checkpoint, parts: Parts) -> TrainingState:
     checkpoint.load_model_weights(parts.student)
     checkpoint.load_optimizer(parts.learner.optimizer)
     checkpoint.restore_rng()
-    state = checkpoint.state
-    return TrainingState(**state)
+    return TrainingState(**checkpoint.state)

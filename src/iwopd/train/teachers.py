@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from iwopd.config import Config, TeacherSource
@@ -11,7 +12,7 @@ from iwopd.data.teacher_view import PromptTemplate, teacher_prompt
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.scorer import Scorer
-from iwopd.teacher.server import ServerScorer, ServerSettings
+from iwopd.teacher.server import ServerScorer
 from iwopd.types import Prompt
 
 LocalTeacher = Callable[[str | None], Scorer]
@@ -20,12 +21,11 @@ LocalTeacher = Callable[[str | None], Scorer]
 
 def build_teacher(config: Config, tokenizer: Any, prompts: Sequence[Prompt], max_tokens: int, local: LocalTeacher) -> Scorer:
     """The teacher of a run, its servers tried out on real prompts."""
-    settings = config.teacher
-    sources: dict[str | None, TeacherSource] = {None: settings}
-    sources.update(settings.others)
+    sources: dict[str | None, TeacherSource] = {None: config.teacher}
+    sources.update(config.teacher.others)
     router = RoutedScorer({name: _scorer(config, name, source, tokenizer, local) for name, source in sources.items()})
     router.try_out(prompts, vocab_size=len(tokenizer), max_tokens=max_tokens)
-    return router if settings.others else router.teachers[None]
+    return router if config.teacher.others else router.teachers[None]
 
 
 def scores_early(config: Config) -> bool:
@@ -36,19 +36,8 @@ def scores_early(config: Config) -> bool:
 def _scorer(config: Config, name: str | None, source: TeacherSource, tokenizer: Any, local: LocalTeacher) -> Scorer:
     scorer: Scorer
     if source.urls:
-        known = source.name or (config.models.teacher if name is None else None)
-        settings = ServerSettings(
-            urls=tuple(source.urls),
-            model=known,
-            dialect=source.dialect,
-            api_key_env=source.api_key_env,
-            max_in_flight=source.max_in_flight,
-            tokens_per_request=source.tokens_per_request,
-            request_timeout=source.request_timeout,
-            patience=source.patience,
-            deadline=source.deadline,
-        )
-        scorer = ServerScorer(settings, name=name or "teacher", notify=_notify(config))
+        model = config.models.teacher if name is None else None
+        scorer = ServerScorer(source, model=model, name=name or "teacher", notify=_notify(config))
     else:
         scorer = local(getattr(source, "model", None))
     if source.system is None and source.user is None:
@@ -57,7 +46,5 @@ def _scorer(config: Config, name: str | None, source: TeacherSource, tokenizer: 
 
 
 def _notify(config: Config) -> Callable[[str], None]:
-    """Straight to the terminal: a server may be waited for long before, or beside, everything that is shown otherwise."""
-    if config.tracking.console == "off":
-        return lambda _: None
-    return lambda text: print(text, file=sys.stderr, flush=True)
+    """Straight to the terminal: waiting for a server may begin before the tracker exists."""
+    return (lambda _: None) if config.tracking.console == "off" else partial(print, file=sys.stderr, flush=True)

@@ -34,12 +34,7 @@ class Tracker:
         seconds = sum(stats.seconds.values())
         tokens = stats.metrics["rollout/length_mean"] * stats.rollouts
         record: dict[str, Any] = {
-            "step": stats.step,
-            "loss": stats.loss,
-            "grad_norm": stats.grad_norm,
-            "tokens": stats.tokens,
-            "rollouts": stats.rollouts,
-            "skipped": stats.skipped,
+            **{name: getattr(stats, name) for name in ("step", "loss", "grad_norm", "tokens", "rollouts", "skipped")},
             **{f"time/{name}": round(value, 6) for name, value in stats.seconds.items()},
             "time/step": seconds,
             "throughput/tokens_per_second": tokens / seconds if seconds else 0.0,
@@ -71,7 +66,6 @@ class Tracker:
             self.view.evaluation(record)
 
     def say(self, text: str) -> None:
-        """A message for the person."""
         if self.is_main and self.config.tracking.console != "off":
             self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
@@ -142,15 +136,13 @@ class LiveView:
             bar = "█" * round(20 * done) + "░" * (20 - round(20 * done))
             table.add_row("step", f"{now['step']}/{self.steps} {bar} about {left:.0f} s left")
             table.add_row("learning", f"loss {now['loss']:+.4f}   KL {now['kl/sampled']:.3f}   |gap| {now['gap/abs_mean']:.3f}")
-            weights = f"{now['weights/mean']:.2f} ({now['weights/min']:.2f} to {now['weights/max']:.2f})"
-            table.add_row("weights", weights)
+            table.add_row("weights", f"{now['weights/mean']:.2f} ({now['weights/min']:.2f} to {now['weights/max']:.2f})")
             table.add_row("answers", f"{now['rollout/length_mean']:.0f} tokens, {now['rollout/truncated']:.0%} cut off")
             stages = "   ".join(f"{name} {now[f'time/{name}']:.2f} s" for name in ("rollout", "teacher", "update"))
             table.add_row("time", f"{stages}   {now['throughput/tokens_per_second']:.0f} tokens/s")
-        if self.scores:
-            for task in dict.fromkeys(task for task, _, _ in self.scores):
-                line = [f"step {step}: {100 * mean:.1f} %" for name, step, mean in self.scores if name == task]
-                table.add_row(Text(task), "   ".join(line[-5:]))
+        for task in dict.fromkeys(task for task, _, _ in self.scores):
+            line = [f"step {step}: {100 * mean:.1f} %" for name, step, mean in self.scores if name == task]
+            table.add_row(Text(task), "   ".join(line[-5:]))
         return table
 
 

@@ -47,8 +47,7 @@ def _adopt(name: str, loaded: Any, where: str) -> type[Objective]:
 
 
 OBJECTIVES: Registry[type[Objective]] = Registry("objective", "iwopd.objectives", _adopt)
-for _one in (PolicyGradient,):
-    OBJECTIVES.add(_one.name, _one)
+OBJECTIVES.add(PolicyGradient.name, PolicyGradient)
 
 
 def objective_class(values: Mapping[str, Any]) -> type[Objective]:

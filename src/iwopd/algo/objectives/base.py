@@ -213,7 +213,6 @@ class Objective(ABC):
 
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> Self:
-        """The objective with these settings."""
         return cls(**values)
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, get_type_hints
 
 from torch import Tensor
@@ -47,21 +47,17 @@ class PolicyGradient(Objective):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The evidence of rule and advantage, and the reference for the auxiliary KL."""
         own = set(ADVANTAGES[self.advantage].needs) - {WEIGHTS}
         return super().needs | own | ({"reference_logprobs"} if self.kl_coef else set())
 
     @property
     def needs_output_matrix(self) -> str | None:
-        """The entropy bonus looks at the whole distribution."""
         return "the entropy bonus (method.entropy_coef)" if self.entropy_coef else None
 
     def direction(self, evidence: Evidence, weights: Tensor) -> Tensor:
-        """The weighted advantage [B, T]."""
         return ADVANTAGES[self.advantage].weighted(evidence, weights, dict(self.advantage_params))
 
     def columns(self, evidence: Evidence, signal: TrainingSignal) -> dict[str, Tensor]:
-        """Old log-probs, weighted advantages, and what the optional terms need."""
         found = {"old_logprobs": evidence.old_logprobs, "advantages": signal.advantages, "supervised": signal.supervised}
         if evidence.rollout_logprobs is not None:
             found["correction"] = rollout_correction(
@@ -72,7 +68,6 @@ class PolicyGradient(Objective):
         return found
 
     def loss(self, student: StudentTokens, columns: Mapping[str, Tensor], denominator: float) -> PolicyLoss:
-        """From hidden states, without [N, V] logits."""
         return fused_policy_loss(
             student.hidden,
             student.weight,
@@ -88,7 +83,6 @@ class PolicyGradient(Objective):
         )
 
     def logprobs_loss(self, logprobs: Tensor, columns: Mapping[str, Tensor], denominator: float) -> PolicyLoss:
-        """From log-probs [N]."""
         known = (columns["old_logprobs"], columns["advantages"], columns["supervised"])
         return policy_loss(logprobs, *known, **self._terms(columns, denominator))
 
@@ -103,25 +97,19 @@ class PolicyGradient(Objective):
         }
 
     def no_stats(self) -> PolicyStats:
-        """No token was clipped, because there was none."""
         return PolicyStats.empty()
 
     @classmethod
     def settings(cls, values: Mapping[str, Any]) -> dict[str, Setting]:
-        """Its own settings, then those of the advantage that `values` choose."""
         found = super().settings(values)
         del found["advantage_params"]
         chosen = ADVANTAGES[values.get("advantage", found["advantage"].default)]
-        types = get_type_hints(chosen.function)
-        more = {
-            name: Setting(default, types.get(name, Any), f"of the advantage {chosen.name!r}")
-            for name, default in chosen.params.items()
-        }
-        return {**found, **more}
+        types, about = get_type_hints(chosen.function), f"of the advantage {chosen.name!r}"
+        return found | {name: Setting(default, types.get(name, Any), about) for name, default in chosen.params.items()}
 
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> Self:
         """The objective with these settings; those of the advantage stand among them."""
         own = super().settings(values)
         rest = {name: value for name, value in values.items() if name not in own}
-        return replace(cls(**{name: value for name, value in values.items() if name in own}), advantage_params=rest)
+        return cls(**{name: value for name, value in values.items() if name in own} | {"advantage_params": rest})

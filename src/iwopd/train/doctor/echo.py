@@ -56,11 +56,18 @@ def check_echo(paths: Sequence[ScoringPath], own: dict[str, list[Tensor]], rollo
             known[path.model_name] = (path.name, scores)
 
 
+def agreement(scores: Sequence[Tensor], expected: Sequence[Tensor], *, half: bool) -> tuple[bool, float, float]:
+    """Whether log-probs agree, and their largest and mean difference."""
+    difference = (torch.cat(list(scores)).double() - torch.cat(list(expected)).double()).abs()
+    largest, mean = float(difference.max()), float(difference.mean())
+    return mean <= TOLERANCE_HALF if half else largest <= TOLERANCE, largest, mean
+
+
 def _compare(path: ScoringPath, scores: list[Tensor], against: str, expected: list[Tensor]) -> Finding:
-    mine, other = torch.cat(scores).double(), torch.cat(expected).double()
-    largest, mean = float((mine - other).abs().max()), float((mine - other).abs().mean())
-    if mean <= TOLERANCE_HALF if path.half else largest <= TOLERANCE:
-        return passed("echo", f"{path.name} agrees with {against} on {len(mine)} tokens (largest difference {largest:.1g})")
+    agree, largest, mean = agreement(scores, expected, half=path.half)
+    if agree:
+        count = sum(map(len, scores))
+        return passed("echo", f"{path.name} agrees with {against} on {count} tokens (largest difference {largest:.1g})")
     return failure(
         "echo",
         f"{path.name} differs from {against} by {mean:.3g} on average and up to {largest:.3g}: "
@@ -91,10 +98,7 @@ def _mean_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def _causal(path: ScoringPath, scores: list[Tensor], rollouts: Sequence[Rollout]) -> Finding:
-    """Without a model to compare with: another last token must change the last score, and no other.
-
-    Scores that are off by one change at the last but one.
-    """
+    """Without a model to compare with: another last token must change the last score, and no other."""
     rollout, before = max(zip(rollouts, scores, strict=True), key=lambda pair: len(pair[0]))
     if len(rollout) < 3:
         return passed("echo", f"{path.name} answers, but the rollouts are too short to test it")

@@ -20,33 +20,27 @@ from iwopd.train.doctor.working import check_masks, check_sampler, check_scorers
 
 
 def examine_recipe(config: Config, folder: Path, *, static: bool = False) -> Iterator[Finding]:
-    """What can be said without weights; `folder` is the run directory. Reads tokenizers, configs and prompts.
-
-    `static`: the models will not be loaded here, so this machine's processor does not matter.
-    """
+    """What can be said without weights; `folder` is the run directory. `static`: no model is loaded on this machine."""
     yield from check_packages(config)
     if not static:
         yield from check_processor(config)
     case = open_case(config, folder)
-    yield from check_files(case)
-    yield from check_vocabularies(case)
-    yield from check_special_tokens(case)
-    yield from check_rows(case)
-    yield from check_template(case)
-    yield from check_temperature(case)
-    yield from check_data(case)
+    checks = (check_files, check_vocabularies, check_special_tokens, check_rows, check_template, check_temperature, check_data)
+    for check in checks:
+        yield from check(case)
     configs = {member.name: member.config for member in case.members.values() if member.config is not None}
     if configs and not case.data_problem:
         yield from check_context(case, configs)
-        yield from _sized(case)
+        try:
+            yield from check_resources(case)
+        except UserError as error:  # an adapter that does not fit the model
+            yield failure("memory", str(error), "correct it")
 
 
 def examine_models(config: Config, parts: Parts, folder: Path, *, step: int = 1) -> Iterator[Finding]:
     """What needs the weights, and whoever scores at work."""
     if config.models.world is not None:  # whose configs came with the models
-        prompts = parts.order.prompts
-        case = Case(config, {}, parts.max_response, folder, prompts)
-        models = local_models(parts)
+        case, models = Case(config, {}, parts.max_response, folder, parts.order.prompts), local_models(parts)
         yield from check_context(case, {name: model.config for name, model in models.items()})
         yield from check_resources(case, models)
     yield from check_contamination(parts.order.prompts, {task.name: task.prompts for task in parts.tasks})
@@ -55,10 +49,3 @@ def examine_models(config: Config, parts: Parts, folder: Path, *, step: int = 1)
     yield from head_findings(parts)
     yield from check_sampler(config, parts, rollouts)
     yield from check_scorers(config, parts, rollouts)
-
-
-def _sized(case: Case) -> Iterator[Finding]:
-    try:
-        yield from check_resources(case)
-    except UserError as error:  # an adapter that does not fit the model
-        yield failure("memory", str(error), "correct it")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
-
-import torch
 
 from iwopd.adapters import adapter_off, has_adapter
 from iwopd.config import Config
 from iwopd.model_facts import output_rows
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.assembly import Parts
-from iwopd.train.doctor.echo import TOLERANCE, TOLERANCE_HALF, check_echo, own_logprobs
+from iwopd.train.doctor.echo import agreement, check_echo, own_logprobs
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
 from iwopd.types import Rollout
 
@@ -21,7 +20,6 @@ SEQUENCES = 2
 
 
 def local_models(parts: Parts) -> dict[str, Any]:
-    """The models that live in this process, by name."""
     return {name: one.lm.model for kind, scorer in _scorers(parts).items() for name, one in scorer.local(kind).items()}
 
 
@@ -39,12 +37,11 @@ def known_rollouts(config: Config, parts: Parts, step: int) -> list[Rollout]:
 def check_masks(parts: Parts) -> Iterator[Finding]:
     """Rows beyond the real ids are left out by everybody: sampling and every softmax."""
     real = len(parts.tokenizer)
-    users: dict[str, int | None] = {"update": parts.learner.lm.vocab_size}
-    samplers = {"sampler": parts.sampler, **{f"sampler of {name}": item for name, item in parts.eval_samplers.items()}}
-    users |= {name: item.vocab_size for name, item in samplers.items()}
-    local = {name: one for kind, scorer in _scorers(parts).items() for name, one in scorer.local(kind).items()}
-    users |= {f"scores of the {name}": one.lm.vocab_size for name, one in local.items()}
-    rows = ", ".join(f"{name} {output_rows(model):,}" for name, model in local_models(parts).items())
+    users: dict[str, int | None] = {"update": parts.learner.lm.vocab_size, "sampler": parts.sampler.vocab_size}
+    users |= {f"sampler of {name}": sampler.vocab_size for name, sampler in parts.eval_samplers.items()}
+    local = {name: one.lm for kind, scorer in _scorers(parts).items() for name, one in scorer.local(kind).items()}
+    users |= {f"scores of the {name}": lm.vocab_size for name, lm in local.items()}
+    rows = ", ".join(f"{name} {output_rows(lm.model):,}" for name, lm in local.items())
     if wrong := [name for name, size in users.items() if size != real]:
         yield failure(
             "masks",
@@ -81,12 +78,10 @@ def head_findings(parts: Parts) -> Iterator[Finding]:
 
 def check_sampler(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
     """What the sampler calls the log-probs of its tokens is what the trainer computes for them."""
-    scored = parts.student_scorer.score(rollouts)
-    written = [rollout.rollout_logprobs for rollout in rollouts]
-    differences = (torch.cat(scored).double() - torch.cat(written).double()).abs()
-    largest, mean = float(differences.max()), float(differences.mean())
+    scored, written = parts.student_scorer.score(rollouts), [rollout.rollout_logprobs for rollout in rollouts]
     half = parts.student_scorer.half or parts.engine.dtype != "float32"
-    if mean <= TOLERANCE_HALF if half else largest <= TOLERANCE:
+    agree, largest, mean = agreement(scored, written, half=half)
+    if agree:
         yield passed("sampler", f"its log-probs are the trainer's (largest difference {largest:.1g})")
     else:
         yield failure(
@@ -100,13 +95,10 @@ def check_sampler(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> 
 def check_scorers(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
     """The echo test over every path of the run."""
     temperature, vocab_size = config.rollout.temperature, len(parts.tokenizer)
-    models = local_models(parts)
     own = {}
-    for name, model in models.items():
-        if name == "reference" and model is parts.student and has_adapter(model):
-            with adapter_off(model):
-                own[name] = own_logprobs(model, rollouts, temperature, vocab_size)
-        else:
+    for name, model in local_models(parts).items():
+        without_adapter = name == "reference" and model is parts.student and has_adapter(model)
+        with adapter_off(model) if without_adapter else nullcontext():
             own[name] = own_logprobs(model, rollouts, temperature, vocab_size)
     paths = [path for kind, scorer in _scorers(parts).items() for path in scorer.paths(kind)]
     yield from check_echo(paths, own, rollouts)
