@@ -17,21 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from iwopd.config import Lora
 from iwopd.models import ModelError
 
 PREFIX = "base_model.model."
 """peft's prefix of an adapter's tensor names in a file."""
 
 
-def add_adapter(model: Any, lora: Lora) -> None:
+def add_adapter(model: Any, rank: int, alpha: float, targets: list[str]) -> None:
     """Freeze the model and add a LoRA adapter; its B matrices are 0, so the outputs do not change yet."""
     peft = _peft()
-    targets: Any = lora.targets[0] if lora.targets == ["all-linear"] else lora.targets
+    chosen: Any = targets[0] if targets == ["all-linear"] else targets
     settings = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=targets,
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=chosen,
         lora_dropout=0.0,  # the update must see the policy that sampled the rollouts
         bias="none",
         task_type="CAUSAL_LM",
@@ -40,7 +39,7 @@ def add_adapter(model: Any, lora: Lora) -> None:
     try:
         model.add_adapter(settings)
     except ValueError as error:
-        raise ModelError(f"lora.targets {lora.targets} does not fit a {type(model).__name__}: {error}") from None
+        raise ModelError(f"lora.targets {targets} does not fit a {type(model).__name__}: {error}") from None
     adapter = model.peft_config["default"]
     base = Path(model.name_or_path)
     adapter.base_model_name_or_path = str(base.absolute()) if base.is_dir() else model.name_or_path
@@ -48,8 +47,7 @@ def add_adapter(model: Any, lora: Lora) -> None:
     adapter.inference_mode = True  # for loading the saved adapter; here the layers are already in training mode
     if is_adapter_layer(model.get_output_embeddings()) or is_adapter_layer(model.get_input_embeddings()):
         raise ModelError(
-            f"lora.targets {lora.targets} names the output matrix or the embedding, which the fused head uses "
-            "as it is: leave it out"
+            f"lora.targets {targets} names the output matrix or the embedding, which the fused head uses as it is: leave it out"
         )
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
@@ -113,19 +111,19 @@ def merge(base: Any, adapter_folder: Path) -> Any:
     return adapted.unload()
 
 
-def quantization(lora: Lora) -> Any:
+def quantization(kind: str) -> Any:
     """Transformers' quantisation config of the frozen weights for QLoRA; None without. Needs a GPU; never run."""
-    if lora.quantize == "none":
+    if kind == "none":
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(
-            f"lora.quantize = {lora.quantize!r} needs the package bitsandbytes and a GPU: pip install 'iwopd[qlora]', or leave "
+            f"lora.quantize = {kind!r} needs the package bitsandbytes and a GPU: pip install 'iwopd[qlora]', or leave "
             "lora.quantize out (LoRA on unquantised weights)"
         )
     from transformers import BitsAndBytesConfig
 
     build: Any = BitsAndBytesConfig
-    if lora.quantize == "8bit":
+    if kind == "8bit":
         return build(load_in_8bit=True)
     return build(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16

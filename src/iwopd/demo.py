@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM
 from iwopd import tiny
 from iwopd.analysis.handoff import handoff_scores
 from iwopd.analysis.reproduce.tables import show
-from iwopd.commands.engine_options import engine_choice
 from iwopd.config import ConfigError, make_config
 from iwopd.eval.runner import evaluate
 from iwopd.eval.statistics import Interval, bootstrap_interval
@@ -71,13 +70,12 @@ def tiny_settings(world: str = tiny.DEFAULT_WORLD) -> dict[str, Any]:
     }
 
 
-def run_demo(options: argparse.Namespace) -> int:
+def run_demo(options: argparse.Namespace, engine: EngineChoice) -> int:
     """Run the demonstration and print what came out."""
     began = time.perf_counter()
     console = Console(stderr=options.json)
     names = [name.strip() for name in options.methods.split(",") if name.strip()]
     _check(options, names)
-    engine = engine_choice(options)
     with pretraining_progress() as progress:
         recipe = tiny.world_recipe(options.world or tiny.DEFAULT_WORLD, lineage=options.lineage)
         world = tiny.open_world(recipe, refresh=options.refresh, progress=progress)

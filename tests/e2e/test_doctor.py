@@ -16,7 +16,7 @@ import torch
 from iwopd.cli import main
 from iwopd.config import make_config
 from iwopd.models import ModelSource
-from iwopd.teacher import ScoringPath
+from iwopd.teacher.scorer import ScoringPath
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.doctor import check_echo, examine_models, examine_recipe, machine, own_logprobs
 from iwopd.train.doctor.case import Member, open_case

@@ -30,7 +30,7 @@ PACKAGE = '''
 from pydantic import Field
 
 from iwopd.config import Section
-from iwopd.config.section import Place
+from iwopd.section import Place
 from iwopd.rollout.engine import Engine
 from iwopd.rollout.local import LocalSampler
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from iwopd import adapters, lean_model
 from iwopd.adapters import adapter_off, add_adapter, base_fingerprint
 from iwopd.cli import main
-from iwopd.config import Lora, make_config
+from iwopd.config import make_config
 from iwopd.lean_model import lean_obstacle
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.models import ModelError
@@ -37,7 +37,7 @@ def adapted(kind: str = "qwen3", **settings: Any) -> Any:
     """A model whose adapter does something."""
     model = make_model(kind).eval()
     model.name_or_path = "somewhere"
-    add_adapter(model, Lora(**{"rank": 3, **settings}))
+    add_adapter(model, **{"rank": 3, "alpha": 32.0, "targets": ["all-linear"], **settings})
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -216,7 +216,7 @@ def test_an_adapter_goes_back_only_onto_its_own_weights(trained: Path, tmp_path:
 )
 def test_targets_that_cannot_be_trained_are_refused(targets: list[str], words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        add_adapter(make_model("llama"), Lora(rank=2, targets=targets))
+        add_adapter(make_model("llama"), 2, 32.0, targets)
 
 
 def test_gradient_checkpointing_and_half_precision(tmp_path: Path) -> None:
@@ -242,4 +242,4 @@ def test_the_fingerprint_is_that_of_the_frozen_weights() -> None:
 def test_quantised_weights_need_a_package_that_is_named() -> None:
     """Bitsandbytes needs a GPU: nothing more of QLoRA can be run here."""
     with pytest.raises(ModelError, match=r"pip install 'iwopd\[qlora\]'"):
-        adapters.quantization(Lora(rank=2, quantize="4bit"))
+        adapters.quantization("4bit")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from iwopd.tiny.models import ModelRecipe, ModelSize, Stage
+from iwopd.tiny.architecture import ModelRecipe, ModelSize, Stage
 from iwopd.tiny.world import WorldRecipe, open_world
 
 

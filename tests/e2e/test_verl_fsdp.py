@@ -27,9 +27,9 @@ from iwopd.config import Config, make_config
 from iwopd.lm import ResponseModel
 from iwopd.teacher.local import LocalScorer
 from iwopd.train.learner import Learner
-from iwopd.train.metrics import training_progress
 from iwopd.train.ranks import Ranks
 from iwopd.train.scoring import evidence_of, loss_columns
+from iwopd.train.state import training_progress
 from iwopd.types import Prompt, Rollout, ScoredRollout, TokenBatch
 from models import save_pair
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 
 from iwopd import algo
 from iwopd.config import ConfigError, make_config
-from iwopd.config.engines import VllmSettings
 from iwopd.rollout.connection import Connection, ServerError
 from iwopd.rollout.engine import Student
 from iwopd.rollout.requests import Answer, Vocabulary, read_rollout, request_fields, request_seed
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
+from iwopd.rollout.settings import VllmSettings
 from iwopd.rollout.vllm import VllmEngine, VllmError
 from iwopd.rollout.weights import WeightSyncError, checkpoint_weights, save_weights, weights_version
 from iwopd.types import Prompt

@@ -18,7 +18,7 @@ from iwopd.cluster.plan import GPUS, open_workload
 from iwopd.cluster.plan.layout import layouts, local_layout
 from iwopd.cluster.plan.public_models import PUBLIC, make_config
 from iwopd.config import Config, Lora, Optim, load_config
-from iwopd.tiny.models import new_model
+from iwopd.tiny.architecture import new_model
 from iwopd.train.doctor.case import Case, open_case
 from iwopd.train.doctor.findings import Finding
 from iwopd.train.doctor.resources import check_resources, step_memory
@@ -107,7 +107,7 @@ def test_a_real_learner_holds_what_is_counted(dtype: str, rank: int) -> None:
     """Weights, gradients and Adam's moments of a real update, byte by byte."""
     model = make_model("qwen3").to(getattr(torch, dtype))
     if rank:
-        add_adapter(model, Lora(rank=rank))
+        add_adapter(model, rank, 32.0, ["all-linear"])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=Optim().lr, fused=True)  # as in `train/learner.py`
     model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.float().sum().backward()

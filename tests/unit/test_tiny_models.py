@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from iwopd.tiny import task
-from iwopd.tiny.models import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, ModelSize, Stage, new_model
+from iwopd.tiny.architecture import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, ModelSize, Stage, new_model
 from iwopd.tiny.pretrain import solution_loss, training_batches
 from iwopd.tiny.tokenizer import build_tokenizer
 from iwopd.tiny.world import WORLDS, world_recipe
@@ -138,7 +138,7 @@ def test_every_field_of_a_recipe_changes_its_key(monkeypatch: pytest.MonkeyPatch
     keys = {base.key, *(r.key for r in changed)}
     assert len(keys) == 1 + len(changed)
     assert recipe().key == base.key
-    monkeypatch.setattr("iwopd.tiny.models.RECIPE_VERSION", 10**6)
+    monkeypatch.setattr("iwopd.tiny.architecture.RECIPE_VERSION", 10**6)
     assert base.key not in keys
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from iwopd.tiny import task
-from iwopd.tiny.models import ModelSize, new_model
+from iwopd.tiny.architecture import ModelSize, new_model
 from iwopd.tiny.tokenizer import EOS, PAD, TOKENS, build_tokenizer
 
 EXPRESSION = "9+3+7+5*4+1"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from iwopd.tiny import cache, task
 from iwopd.tiny.__main__ import main as train_to_folder
-from iwopd.tiny.models import ModelRecipe, ModelSize, Stage
+from iwopd.tiny.architecture import ModelRecipe, ModelSize, Stage
 from iwopd.tiny.pretrain import PretrainingListener, pretrain
 from iwopd.tiny.world import World, WorldRecipe, open_world
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from iwopd.config.engines import VllmSettings
+from iwopd.rollout.settings import VllmSettings
 from iwopd.rollout.vllm import VllmEngine
 from vllm_support import about, make_model, run_server, save_model
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from iwopd.config.engines import VllmSettings
 from iwopd.rollout.requests import RequestSampler, Vocabulary
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
+from iwopd.rollout.settings import VllmSettings
 from iwopd.rollout.vllm import VllmEngine, VllmError
 from iwopd.teacher.local import LocalScorer
 from iwopd.types import Prompt, Rollout

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from iwopd.config import make_config
-from iwopd.config.engines import ServerSettings
 from iwopd.rollout.connection import ServerError
 from iwopd.rollout.engine import Student
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rollout.server import ServerEngine
+from iwopd.rollout.settings import ServerSettings
 from iwopd.rollout.weights import WeightSyncError
 from iwopd.teacher.local import LocalScorer
 from iwopd.train.run import run_training

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from iwopd.config.engines import VllmSettings
 from iwopd.rollout.sampling import SamplingSettings
+from iwopd.rollout.settings import VllmSettings
 from iwopd.rollout.vllm import VllmEngine
 from iwopd.teacher.local import LocalScorer
 from iwopd.types import Prompt

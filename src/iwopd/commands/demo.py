@@ -8,7 +8,7 @@ import argparse
 import os
 from pathlib import Path
 
-from iwopd.commands.engine_options import add_engine_options
+from iwopd.commands.engine_options import add_engine_options, engine_choice
 
 HELP = "see the position bias on your own CPU, in minutes"
 
@@ -30,4 +30,4 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.demo import run_demo
 
-    return run_demo(options)
+    return run_demo(options, engine_choice(options))

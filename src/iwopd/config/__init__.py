@@ -2,13 +2,14 @@
 
 from iwopd.config.cluster import Cluster
 from iwopd.config.engines import TeacherSource
+from iwopd.config.inputs import Lora
 from iwopd.config.marks import defaults, differences, marked, without
 from iwopd.config.method import Method
-from iwopd.config.models import Lora
 from iwopd.config.reading import config_toml, flatten, load_config, make_config, make_engine_choice, parse_value, settings
-from iwopd.config.section import ConfigError, Section
 from iwopd.config.training import Optim
 from iwopd.config.tree import Config
+from iwopd.errors import ConfigError
+from iwopd.section import Section
 
 __all__ = [
     "Cluster",

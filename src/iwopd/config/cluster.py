@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from iwopd.config.section import Section
+from iwopd.section import Section
 
 
 class Cluster(Section):

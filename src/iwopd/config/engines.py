@@ -3,41 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Literal, Self
-from urllib.parse import urlsplit
+from typing import Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from iwopd.config.section import ConfigError, Dtype, Place, Section, validate_part
 from iwopd.data.teacher_view import PromptTemplate
-
-if TYPE_CHECKING:
-    from iwopd.rollout.engine import Engine
-
-
-def _variable(name: str) -> str:
-    if not name.isidentifier():
-        raise ValueError("must be the name of an environment variable, not the key itself")
-    return name
-
-
-def _server_url(url: str) -> str:
-    """Scheme, host and port (and a path if a proxy needs one), without the `/v1` that some write."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        usable = False
-    if not usable or parts.query or parts.fragment:
-        raise ValueError("a server's URL looks like http://host:8000")
-    if parts.username or parts.password:
-        raise ValueError("a URL must not hold a password: put the key into an environment variable and name it: api_key_env")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-Variable = Annotated[str, AfterValidator(_variable)]
-Url = Annotated[str, AfterValidator(_server_url)]
-Urls = Annotated[list[str], AfterValidator(lambda urls: [_server_url(url) for url in urls])]
+from iwopd.errors import ConfigError
+from iwopd.rollout.engine import ENGINES, Engine
+from iwopd.rollout.settings import ServerSettings, VllmSettings
+from iwopd.section import Place, Section, Urls, Variable, validate_part
 
 
 class RolloutSettings(Section):
@@ -101,33 +75,6 @@ class Teacher(TeacherSource):
         return any(source.urls for source in (self, *self.others.values()))
 
 
-class VllmSettings(Section):
-    """The engine `vllm`: vLLM in the training process. verl's rollouts read this section, too."""
-
-    dtype: Dtype | None = Field(None, description="precision of vLLM's copy of the student; empty: models.dtype")
-    max_model_len: int | None = Field(None, ge=2, description="longest prompt and answer; empty: what the settings allow")
-    memory_share: Place[float] = Field(0.4, gt=0, le=1, description="share of a GPU's memory that vLLM may take")
-    cache_gb: float | None = Field(None, gt=0, description="key/value cache in GB; empty: the rest of memory_share (CPU: 1)")
-    tensor_parallel: int = Field(1, ge=1, description="GPUs of one copy of the student (above 1: never run in process)")
-    eager: bool = Field(False, description="no CUDA graphs, no compilation: starts faster, runs slower")
-    sleep: Place[bool] = Field(False, description="free the GPU's memory between rollouts (was never run)")
-
-
-class ServerSettings(Section):
-    """The engine `server`: a vLLM server on this or another machine."""
-
-    url: Place[Url | None] = Field(None, description="the server, e.g. http://gpu1:8000")
-    name: str | None = Field(None, description="what the server calls the student; empty: its only model")
-    dtype: Dtype | None = Field(None, description="precision of the server's copy of the student; empty: models.dtype")
-    weights_folder: Place[str | None] = Field(
-        None, description="folder, for this run alone, that the server sees under the same name: new weights go through it"
-    )
-    api_key_env: Place[Variable | None] = Field(None, description="environment variable of the server's API key; empty: none")
-    max_in_flight: Place[int] = Field(64, ge=1, description="requests under way at once")
-    request_timeout: Place[float] = Field(1800.0, gt=0, description="seconds for one attempt at one request")
-    patience: Place[float] = Field(120.0, gt=0, description="seconds that the server may be away before the run ends")
-
-
 RENAMED = {
     **{f"vllm.{name}": f"engine.vllm.{name}" for name in VllmSettings.model_fields},
     **{f"vllm.{name}": f"engine.server.{name}" for name in ServerSettings.model_fields if name != "dtype"},
@@ -154,8 +101,6 @@ class Engines(Section):
     @classmethod
     def plugged_in(cls) -> dict[str, type[Section]]:
         """Of the engines of other packages."""
-        from iwopd.rollout.engine import ENGINES
-
         found = {}
         for name in ENGINES:
             if name not in cls.model_fields:
@@ -171,8 +116,6 @@ class Engines(Section):
 
 def engine_type(name: str) -> type[Engine]:
     """The engine of that name; a `ConfigError` says what is wrong with it."""
-    from iwopd.rollout.engine import ENGINES  # late: engines import this module for their settings
-
     try:
         return ENGINES[name]
     except (LookupError, ImportError, TypeError) as error:

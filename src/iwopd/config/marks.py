@@ -8,8 +8,8 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from iwopd.config.reading import flatten
-from iwopd.config.section import Section, has_mark
 from iwopd.config.tree import Config
+from iwopd.section import Section, has_mark
 
 Name = tuple[str, ...]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from iwopd.config.section import Section
+from iwopd.section import Section
 
 if TYPE_CHECKING:
     from iwopd.algo.objectives import Objective

@@ -15,8 +15,9 @@ from pydantic.fields import FieldInfo
 
 from iwopd.config.cluster import Cluster
 from iwopd.config.engines import RENAMED, Engines, engine_type
-from iwopd.config.section import ConfigError, Section
 from iwopd.config.tree import Config
+from iwopd.errors import ConfigError
+from iwopd.section import Section
 
 if TYPE_CHECKING:
     from iwopd.rollout.engine import EngineChoice

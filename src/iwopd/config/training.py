@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from iwopd.config.section import Beta, Place, Repeat, Section
 from iwopd.registry import suggestion
+from iwopd.section import Beta, Place, Repeat, Section
 from iwopd.trackers import TRACKERS
 
 

@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 
 from iwopd.config.cluster import Cluster
 from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
+from iwopd.config.inputs import Data, Lora, Models
 from iwopd.config.method import Method
-from iwopd.config.models import Data, Lora, Models
-from iwopd.config.section import Place, Repeat, Section
 from iwopd.config.training import CheckpointSettings, Eval, Optim, Tracking
+from iwopd.section import Place, Repeat, Section
 
 
 class Config(Section):

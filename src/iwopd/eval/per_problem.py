@@ -26,7 +26,7 @@ def mean_at(scores: Tensor) -> Tensor:
 def best_at(scores: Tensor, k: int) -> Tensor:
     """best@k of each problem [N]: the expected best score among k of the K samples, drawn without replacement.
 
-    Unbiased for any k <= K, also for scores between 0 and 1; for scores of 0 and 1 it is pass@k. Picking the best needs a checker.
+    Unbiased for any k <= K, also for scores between 0 and 1; for scores of 0 and 1 it is pass@k.
     """
     check_scores(scores, k)
     samples = scores.shape[1]

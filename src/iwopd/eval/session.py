@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from iwopd.config.section import outcome_settings
 from iwopd.errors import UserError
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.folder import EvaluationFolder
@@ -20,6 +19,7 @@ from iwopd.models import end_ids, load_configs, load_model, load_tokenizer, weig
 from iwopd.rollout.engine import ENGINES, LOCAL, EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
+from iwopd.section import outcome_settings
 from iwopd.stages import StageListener
 from iwopd.types import Prompt, Rollout
 

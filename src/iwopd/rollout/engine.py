@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from iwopd.config.section import Section
 from iwopd.errors import UserError
 from iwopd.model_facts import output_rows, pad_id
 from iwopd.registry import Registry
+from iwopd.section import Section
 
 if TYPE_CHECKING:
     from iwopd.rollout.sampler import Sampler

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from iwopd.config.engines import ServerSettings, VllmSettings
 from iwopd.rollout.engine import Engine, Student
 from iwopd.rollout.noise import stream_key
 from iwopd.rollout.sampler import Listener, Sampler
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
+from iwopd.rollout.settings import ServerSettings, VllmSettings
 from iwopd.types import Prompt, Rollout
 
 LEAST_TEMPERATURE = 0.01

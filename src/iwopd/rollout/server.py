@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from iwopd.config.engines import ServerSettings
 from iwopd.rollout.connection import Connection, ServerError
 from iwopd.rollout.engine import Student
 from iwopd.rollout.requests import IMPOSSIBLE, Answer, RequestEngine
+from iwopd.rollout.settings import ServerSettings
 from iwopd.rollout.weights import WeightSyncError, save_weights, weights_version
 
 

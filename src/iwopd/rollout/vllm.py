@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from iwopd.config.engines import VllmSettings
 from iwopd.model_facts import context_length
 from iwopd.rollout.engine import EngineError, Student
 from iwopd.rollout.requests import Answer, RequestEngine
 from iwopd.rollout.sampler import UNLIMITED
+from iwopd.rollout.settings import VllmSettings
 from iwopd.rollout.weights import checkpoint_weights, plain_config, save_weights, weights_version
 
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from iwopd.teacher.dialects import TokenSequence
+from iwopd.teacher.dialects import Dialect, TokenSequence
 from iwopd.teacher.errors import TeacherError
-from iwopd.teacher.server import ServerScorer
 
 TOLERANCE = 0.5
 """Largest difference of two log-probs of one token: half-precision servers compute them with different kernels."""
 
 
-def check_server(scorer: ServerScorer, *, vocab_size: int, longest: int, examples: Sequence[Sequence[int]]) -> None:
+class AskedServer(Protocol):
+    """What is asked of `server.ServerScorer`."""
+
+    model: str | None
+
+    @property
+    def dialect(self) -> Dialect: ...
+    def ask(self, path: str, body: Any = None) -> dict[str, Any]: ...
+    def score_ids(self, sequences: Sequence[TokenSequence]) -> list[list[float]]: ...
+
+
+def check_server(scorer: AskedServer, *, vocab_size: int, longest: int, examples: Sequence[Sequence[int]]) -> None:
     """Check every server that responds; `longest` is the longest prompt plus answer, `examples` are prompts.
 
     This cannot check that the server's ids mean the same as ours: `iwopd doctor` compares the tokenizers, if the
@@ -25,7 +35,7 @@ def check_server(scorer: ServerScorer, *, vocab_size: int, longest: int, example
         _check_alignment(scorer, ids)
 
 
-def _check_model(scorer: ServerScorer, vocab_size: int, longest: int) -> None:
+def _check_model(scorer: AskedServer, vocab_size: int, longest: int) -> None:
     try:
         answers = scorer.ask("/v1/models")
     except TeacherError as error:
@@ -54,7 +64,7 @@ def _check_model(scorer: ServerScorer, vocab_size: int, longest: int) -> None:
     scorer.model = next(iter(names.values()), scorer.model)
 
 
-def _choose(scorer: ServerScorer, url: str, served: dict[str, Any]) -> str:
+def _choose(scorer: AskedServer, url: str, served: dict[str, Any]) -> str:
     wanted, names = scorer.model, ", ".join(sorted(served))
     if wanted in served:
         return wanted
@@ -65,7 +75,7 @@ def _choose(scorer: ServerScorer, url: str, served: dict[str, Any]) -> str:
     return next(iter(served))
 
 
-def _check_largest_id(scorer: ServerScorer, vocab_size: int) -> None:
+def _check_largest_id(scorer: AskedServer, vocab_size: int) -> None:
     """Servers reject ids that they do not have."""
     last = vocab_size - 1
     try:
@@ -74,7 +84,7 @@ def _check_largest_id(scorer: ServerScorer, vocab_size: int) -> None:
         raise type(error)(f"the largest id of the student's tokenizer, {last}, cannot be scored: {error}") from None
 
 
-def _check_alignment(scorer: ServerScorer, ids: Sequence[int]) -> None:
+def _check_alignment(scorer: AskedServer, ids: Sequence[int]) -> None:
     """Let the server sample a token, then score it: both log-probs must agree."""
     dialect = scorer.dialect
     for url, answer in scorer.ask(dialect.path, dialect.drawing(scorer.model, ids)).items():

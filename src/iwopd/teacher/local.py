@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from iwopd.lm import HeadCheck, ResponseModel, Sequences
 from iwopd.modes import eval_mode
-from iwopd.teacher.scorer import Scorer, ScoringPath
+from iwopd.teacher.scorer import HasModel, Scorer, ScoringPath
 from iwopd.types import Rollout
 
 TOKEN_BUDGET_CPU = 640
@@ -63,11 +63,11 @@ class LocalScorer(Scorer):
         with eval_mode(self.lm.model), self.autocast():
             return self.lm.check_head(sequences, trained=trained)
 
-    def local(self, name: str) -> dict[str, LocalScorer]:
+    def local(self, name: str) -> dict[str, HasModel]:
         return {name: self}
 
     @property
-    def whole_distribution(self) -> LocalScorer | None:
+    def whole_distribution(self) -> HasModel | None:
         """Itself, if its logits come from the output matrix."""
         return self if self.lm.fused else None
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from iwopd.teacher.local import LocalScorer
-from iwopd.teacher.scorer import Scorer, ScoringPath
+from iwopd.teacher.scorer import HasModel, Scorer, ScoringPath
 from iwopd.types import Prompt, Rollout
 
 
@@ -26,7 +25,7 @@ class PromptedScorer(Scorer):
         seen = [self.change(prompt) if "messages" in prompt.metadata else prompt for prompt in prompts]
         return self.scorer.score([replace(rollout, prompt=prompt) for rollout, prompt in zip(rollouts, seen, strict=True)])
 
-    def local(self, name: str) -> dict[str, LocalScorer]:
+    def local(self, name: str) -> dict[str, HasModel]:
         return self.scorer.local(name)
 
     def paths(self, name: str) -> Iterator[ScoringPath]:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from iwopd.background import in_background
 from iwopd.teacher.errors import TeacherError
-from iwopd.teacher.local import LocalScorer
-from iwopd.teacher.scorer import Scorer, ScoringPath
+from iwopd.teacher.scorer import HasModel, Scorer, ScoringPath
 from iwopd.types import Prompt, Rollout
 
 
@@ -45,7 +44,7 @@ class RoutedScorer(Scorer):
                 f"[teacher.others.{prompt.teacher}] or correct the data"
             )
 
-    def local(self, name: str) -> dict[str, LocalScorer]:
+    def local(self, name: str) -> dict[str, HasModel]:
         return {key: one for route, inner in self.teachers.items() for key, one in inner.local(_named(name, route)).items()}
 
     def paths(self, name: str) -> Iterator[ScoringPath]:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from iwopd.lm import HeadCheck, ResponseModel, Sequences
 from iwopd.types import Prompt, Rollout
 
-if TYPE_CHECKING:
-    from iwopd.teacher.local import LocalScorer
+
+class HasModel(Protocol):
+    """A scorer whose model is in this process."""
+
+    lm: ResponseModel
+    autocast: Any
+    """Makes the context of its forward passes."""
+
+    def check_head(self, sequences: Sequences, *, trained: bool = False) -> HeadCheck: ...
 
 
 class Scorer(ABC):
@@ -25,12 +33,12 @@ class Scorer(ABC):
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """Log-probs [T] of each rollout's response tokens, in order, at the sampling temperature; -inf where impossible."""
 
-    def local(self, name: str) -> dict[str, LocalScorer]:
+    def local(self, name: str) -> dict[str, HasModel]:
         """The scorers inside it whose model is in this process, by name. Its own name is `name`."""
         return {}
 
     @property
-    def whole_distribution(self) -> LocalScorer | None:
+    def whole_distribution(self) -> HasModel | None:
         """The local scorer that sees rollouts just as the student wrote them, and so can give whole distributions."""
         return None
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from iwopd.background import in_background
 from iwopd.config.engines import TeacherSource
 from iwopd.http_clients import CONNECT_SECONDS, GarbledError, client_settings, encode, hide_key, key_headers, parse
+from iwopd.teacher.checks import check_server
 from iwopd.teacher.dialects import DIALECTS, TokenSequence
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
 from iwopd.teacher.replicas import Replica
@@ -81,8 +82,6 @@ class ServerScorer(Scorer):
 
     def try_out(self, prompts: Sequence[Prompt], *, vocab_size: int, max_tokens: int) -> None:
         """The server must have room for the longest prompt and its answer, and score what it is asked."""
-        from iwopd.teacher.checks import check_server
-
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + max_tokens
         check_server(self, vocab_size=vocab_size, longest=longest, examples=[p.token_ids for p in prompts[:EXAMPLES]])
 

@@ -5,7 +5,7 @@ world.teacher, world.student            # folders for AutoModelForCausalLM.from_
 world.prompts(64), world.eval_prompts(500)
 """
 
-from iwopd.tiny.models import STUDENT_SIZES, ModelRecipe, ModelSize, Stage
+from iwopd.tiny.architecture import STUDENT_SIZES, ModelRecipe, ModelSize, Stage
 from iwopd.tiny.pretrain import PretrainingListener
 from iwopd.tiny.task import check
 from iwopd.tiny.tokenizer import build_tokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from iwopd.tiny.models import ModelRecipe
+from iwopd.tiny.architecture import ModelRecipe
 from iwopd.tiny.pretrain import pretrain
 from iwopd.tiny.tokenizer import build_tokenizer
 

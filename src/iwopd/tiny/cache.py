@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from iwopd.filesystem import sha256
-from iwopd.tiny.models import RECIPE_VERSION, ModelRecipe
+from iwopd.tiny.architecture import RECIPE_VERSION, ModelRecipe
 from iwopd.tiny.pretrain import PretrainingListener
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from iwopd.tiny import task
-from iwopd.tiny.models import ModelRecipe, Stage, new_model
+from iwopd.tiny.architecture import ModelRecipe, Stage, new_model
 from iwopd.tiny.tokenizer import EOS, build_tokenizer
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from iwopd.registry import suggestion
 from iwopd.tiny import task
+from iwopd.tiny.architecture import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, Stage
 from iwopd.tiny.cache import cached_models, model_folder
-from iwopd.tiny.models import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, Stage
 from iwopd.tiny.pretrain import PretrainingListener
 from iwopd.tiny.tokenizer import build_tokenizer
 from iwopd.types import Prompt

@@ -62,9 +62,9 @@ def reference_source(config: Config, world: tiny.World | None = None) -> ModelSo
 
 def load_student(config: Config, source: ModelSource, device: torch.device) -> Any:
     """The student, with its adapter if it gets one."""
-    model = _load(config, source, device, config.models.dtype, quantization(config.lora))
+    model = _load(config, source, device, config.models.dtype, quantization(config.lora.quantize))
     if config.lora.rank:
-        add_adapter(model, config.lora)
+        add_adapter(model, config.lora.rank, config.lora.alpha, config.lora.targets)
         model.peft_config["default"].revision = source.revision
     return model
 

@@ -32,11 +32,6 @@ class Clock:
         self.laps[name], self._last = now - self._last, now
 
 
-def training_progress(step: int, steps: int) -> float:
-    """Share of training done, in [0, 1]: 0 at the first step, 1 at the last. The curriculum follows it."""
-    return min(1.0, max(0, step - 1) / max(1, steps - 1))
-
-
 def step_metrics(
     scored: ScoredStep, signal: TrainingSignal, rollouts: Sequence[Rollout], update: Update, group: str
 ) -> dict[str, Any]:

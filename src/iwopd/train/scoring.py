@@ -14,9 +14,8 @@ from iwopd.algo.objectives import Objective, TrainingSignal
 from iwopd.config import Config
 from iwopd.train.assembly import Parts
 from iwopd.train.learner import ForwardPass
-from iwopd.train.metrics import training_progress
 from iwopd.train.pipeline import Written
-from iwopd.train.state import TrainingStoppedError
+from iwopd.train.state import TrainingStoppedError, training_progress
 from iwopd.types import Rollout, ScoredRollout, TokenBatch
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import Field
 
-from iwopd.config.section import Place, Section
 from iwopd.rollout.engine import Engine, Student
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
+from iwopd.section import Place, Section
 
 
 class ParrotSettings(Section):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from iwopd.analysis.reproduce.variants import Variant
 from iwopd.config import Config, make_config
-from iwopd.eval.statistics import Crossed, Interval, crossed, interval_over_problems, sign_flip_p
+from iwopd.eval.statistics import Interval, crossed, interval_over_problems, sign_flip_p
 from iwopd.runs.identity import run_key
 from iwopd.runs.reading import Run
 from iwopd.train.many import PlannedRun

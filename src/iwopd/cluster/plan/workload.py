@@ -8,7 +8,7 @@ from iwopd.cluster.plan.gpus import PlanError
 from iwopd.cluster.plan.public_models import read_model
 from iwopd.config import Config
 from iwopd.models import ModelSource
-from iwopd.tiny.models import ModelSize, new_model
+from iwopd.tiny.architecture import ModelSize, new_model
 from iwopd.tiny.world import max_response_tokens
 from iwopd.train.loading import reference_source, source_of, world_recipe
 from iwopd.train.memory import ModelShape, RunShape

@@ -77,7 +77,10 @@ def check_other_teachers(config: Config, tokenizer: Any) -> None:
 
 def _refused(config: Config) -> Iterator[str]:
     for name, treatment in FIELDS.items():
-        value = operator.attrgetter(name)(config)
+        try:
+            value = operator.attrgetter(name)(config)
+        except AttributeError:  # of another objective or advantage
+            continue
         if treatment.allowed is not None and not treatment.allowed(value, config):
             yield f"{name} is {value!r}: {treatment.text}"
     for name in ("student", "teacher"):

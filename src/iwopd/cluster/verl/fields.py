@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from iwopd.config import Config
-from iwopd.config.engines import ServerSettings
+from iwopd.rollout.settings import ServerSettings
 
 Kind = Literal["mapped", "data", "launcher", "unused", "only"]
 
@@ -83,6 +83,9 @@ FIELDS: dict[str, Treatment] = {
     "data.train_size": Treatment("data", "verl/train.parquet in the run directory"),
     "data.max_prompt_tokens": _mapped("data.max_prompt_length"),
     # --- method: see params.py ----------------------------------------------------------------------------------------
+    "method.objective": _only(
+        "policy-gradient", "verl's distillation loss carries advantages of the sampled token, nothing else"
+    ),
     "method.advantage": _mapped(f"{_LOSS}.loss_mode, {_LOSS}.iwopd.advantage, {_ACTOR}.use_kl_loss"),
     "method.weights": _mapped(f"{_LOSS}.loss_mode, {_LOSS}.iwopd.weights"),
     "method.params": _mapped(f"{_LOSS}.iwopd.params"),

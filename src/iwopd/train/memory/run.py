@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Literal
 
 from iwopd.config import Config
-from iwopd.config.engines import VllmSettings, engine_type
+from iwopd.config.engines import engine_type
 from iwopd.rollout.local import CACHE_BYTES_CPU
+from iwopd.rollout.settings import VllmSettings
 from iwopd.train.memory.shapes import ModelShape
 from iwopd.train.memory.step import NO_WRITER, StepMemory, Stored, Student, WriterMemory, device_memory
 

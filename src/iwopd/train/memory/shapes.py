@@ -93,7 +93,7 @@ class ModelShape:
         """Parameters of a LoRA adapter on this model."""
         model = _empty_model(self.config)
         with torch.device("meta"):
-            add_adapter(model, lora)
+            add_adapter(model, lora.rank, lora.alpha, lora.targets)
         return sum(int(parameter.numel()) for parameter in model.parameters() if parameter.requires_grad)
 
     @cached_property

@@ -6,8 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from iwopd.config.section import Dtype, Section
 from iwopd.data.fields import parse_filter
+from iwopd.section import Dtype, Section
 
 
 class Models(Section):

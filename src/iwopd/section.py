@@ -1,16 +1,37 @@
-"""What every part of the tree of settings shares."""
+"""What every section of settings shares, those of plug-ins included: its base class, marks, and types of values."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from iwopd.errors import ConfigError
 
-__all__ = ["Beta", "ConfigError", "Dtype", "Section"]
+def _variable(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError("must be the name of an environment variable, not the key itself")
+    return name
 
+
+def _server_url(url: str) -> str:
+    """Scheme, host and port (and a path if a proxy needs one), without the `/v1` that some write."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise ValueError("a server's URL looks like http://host:8000")
+    if parts.username or parts.password:
+        raise ValueError("a URL must not hold a password: put the key into an environment variable and name it: api_key_env")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+Variable = Annotated[str, AfterValidator(_variable)]
+Url = Annotated[str, AfterValidator(_server_url)]
+Urls = Annotated[list[str], AfterValidator(lambda urls: [_server_url(url) for url in urls])]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
