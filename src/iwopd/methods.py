@@ -24,8 +24,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "curriculum": {"weights": "curriculum", "params": {"start": 0.3, "end": 1.0, "schedule": "cosine", "factor": 1.5}},
     "prefix-30": {"weights": "prefix-only", "params": {"ratio": 0.3}},
     "suffix-30": {"weights": "suffix-only", "params": {"ratio": 0.3}},
-    "exopd": {"advantage": "exopd", "scale": 1.25},
-    "iw-exopd": {"advantage": "exopd", "scale": 1.25, "weights": "cumulative-share", "params": {"gamma": 0.5}},
+    "exopd": {"advantage": "exopd"},
+    "iw-exopd": {"advantage": "exopd", "weights": "cumulative-share", "params": {"gamma": 0.5}},
     "survival": {"weights": "survival", "params": {"tau": 1.0}},
 }
 """The `[method]` section of each, as its recipe writes it."""

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from iwopd.algo.objectives import OBJECTIVES, PolicyGradient
 from iwopd.cluster.verl.checks import check_settings
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.fields import FIELDS, table
@@ -60,6 +61,7 @@ OTHER: dict[str, Any] = {
     "lora.targets": ["q_proj"],
     "lora.quantize": "4bit",
     "data.max_prompt_tokens": 64,
+    "method.objective": "of-another-kind",
     "method.advantage": "exopd",
     "method.weights": "linear-decay",
     "method.params": {"normalize": "mean-one"},
@@ -149,17 +151,31 @@ COMPANIONS: dict[str | None, dict[str, Any]] = {
     "models.reference_gguf_file": {"models": {"reference": "org/student"}},
     "models.reference_revision": {"models": {"reference": "org/student"}},
     "lora.quantize": {"lora": {"rank": 8}},
+    "method.scale": {"method": {"advantage": "exopd"}},
+    "method.weighting": {"method": {"advantage": "exopd"}},
     "eval.every": {"eval": {"tasks": ["aime24"]}},
     "eval.prompts": WORLD,
     "rollout.engine": {"engine": {"server": {"url": "http://gpu1:8000", "weights_folder": "/weights"}}},
 }
 
 
-def _config(name: str | None = None) -> Config:
+class OfAnotherKind(PolicyGradient):
+    """An objective that is not ours to carry."""
+
+    name = "of-another-kind"
+
+
+@pytest.fixture(autouse=True)
+def _another_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OBJECTIVES._items, OfAnotherKind.name, OfAnotherKind)
+
+
+def _config(name: str | None = None, *, changed: bool = True) -> Config:
+    """With another value of the setting `name`, and what must be beside it; without `changed`, with that alone."""
     tree = json.loads(json.dumps(WORLD if name == "models.world" or COMPANIONS.get(name) is WORLD else BASE))
     for section, values in COMPANIONS.get(name, {}).items():
         tree.setdefault(section, {}).update(values)
-    if name is not None:
+    if name is not None and changed:
         *sections, last = name.split(".")
         place = tree
         for section in sections:
@@ -178,7 +194,8 @@ def _names(kind: str) -> list[str]:
 
 def test_every_setting_has_a_treatment() -> None:
     assert list(FIELDS) != []
-    assert {name for name, _ in settings()} == set(FIELDS)
+    method = {f"method.{name}" for name in PolicyGradient.settings({"advantage": "exopd"})}
+    assert {name for name, _ in settings()} | method == set(FIELDS)
     assert all(
         treatment.text and (treatment.kind == "only") == (treatment.allowed is not None) for treatment in FIELDS.values()
     )
@@ -186,8 +203,7 @@ def test_every_setting_has_a_treatment() -> None:
 
 @pytest.mark.parametrize("name", _names("mapped"))
 def test_a_mapped_setting_reaches_verl(name: str) -> None:
-    plain = _config() if COMPANIONS.get(name) is not WORLD and name != "models.world" else make_config(WORLD)
-    assert _overrides(_config(name)) != _overrides(plain)
+    assert _overrides(_config(name)) != _overrides(_config(name, changed=False))
 
 
 @pytest.mark.parametrize("name", _names("unused"))

@@ -111,5 +111,6 @@ class PolicyGradient(Objective):
     def build(cls, values: Mapping[str, Any]) -> Self:
         """The objective with these settings; those of the advantage stand among them."""
         own = super().settings(values)
-        rest = {name: value for name, value in values.items() if name not in own}
-        return cls(**{name: value for name, value in values.items() if name in own} | {"advantage_params": rest})
+        given = {name: value for name, value in values.items() if name in own}
+        rest = {name: values.get(name, one.default) for name, one in cls.settings(values).items() if name not in own}
+        return cls(**given, advantage_params=rest)

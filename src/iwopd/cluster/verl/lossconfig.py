@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.workers.config import DistillationLossConfig
 
+from iwopd.algo.loss import DUAL_CLIP
 from iwopd.cluster.verl.losses import check_loss_config
 from iwopd.cluster.verl.params import read_settings
 from iwopd.cluster.verl.registration import verify
@@ -16,7 +17,7 @@ from iwopd.cluster.verl.registration import verify
 class LossConfig(DistillationLossConfig):  # type: ignore[misc]  # verl has no types
     """The target of `distillation.distillation_loss._target_`; see `params`."""
 
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: float = DUAL_CLIP
     """Dual clip. verl's policy loss asks its settings for it, but the class above has no such field."""
     iwopd: dict[str, Any] | None = None
     """The recipe's `[method]` section and `steps`; None: what the loss's name stands for."""
