@@ -156,6 +156,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cluster_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(job.STAND_IN, raising=False)
     with pytest.raises(VerlError, match="4 x 8 GPUs, but no Ray cluster is named"):
         check_size(_config({"nodes": 4}), "local")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

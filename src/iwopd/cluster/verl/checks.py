@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.fields import FIELDS
 from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.cluster.verl.translate import DEFAULT_TEACHER, places, prompt_tokens, response_tokens, translate
-from iwopd.config import Config
+from iwopd.config import Config, flatten
 from iwopd.models import ModelSource
 from iwopd.train.doctor import Finding
 from iwopd.train.doctor.case import open_case
@@ -76,13 +75,10 @@ def check_other_teachers(config: Config, tokenizer: Any) -> None:
 
 
 def _refused(config: Config) -> Iterator[str]:
-    for name, treatment in FIELDS.items():
-        try:
-            value = operator.attrgetter(name)(config)
-        except AttributeError:  # of another objective or advantage
-            continue
-        if treatment.allowed is not None and not treatment.allowed(value, config):
-            yield f"{name} is {value!r}: {treatment.text}"
+    values = dict(flatten(config.model_dump()))
+    for name, treatment in FIELDS.items():  # some settings of [method] exist with some objectives only
+        if name in values and treatment.allowed is not None and not treatment.allowed(values[name], config):
+            yield f"{name} is {values[name]!r}: {treatment.text}"
     for name in ("student", "teacher"):
         path = getattr(config.models, name)
         if path is not None and path.endswith(".gguf"):
