@@ -1,4 +1,4 @@
-"""Following a run: the page is written anew when logs grow, and for the last time when the run is finished."""
+"""Following a run: the page is written again when logs grow, and for the last time when the run is finished."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_pass_at_k_holds_for_ten_thousand_samples(right: int, k: int) -> None:
 @pytest.mark.parametrize("k", [0, 5])
 def test_more_samples_than_there_are_is_refused(k: int) -> None:
     for metric in (pass_at, best_at, lambda scores, k: majority_at(scores, [["a"] * 4], k)):
-        with pytest.raises(ValueError, match=f"k = {k} is not possible with 4 samples a problem"):
+        with pytest.raises(ValueError, match=f"k = {k} is not possible with 4 samples per problem"):
             metric(torch.ones(1, 4), k)
 
 

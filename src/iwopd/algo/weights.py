@@ -135,7 +135,7 @@ def signed(gap: Tensor, mask: Tensor, *, gamma: float = 0.5, total: Literal["pap
 def ideal(gap: Tensor, mask: Tensor, *, alpha: float = 0.01, gamma: float | None = None) -> Tensor:
     """The derivation's own weight: the prefix likelihood ratio, normalised at each position.
 
-    The paper's Z is an expectation per prompt; with one rollout a prompt only a mean over the batch's rollouts that
+    The paper's Z is an expectation per prompt; with one rollout per prompt only a mean over the batch's rollouts that
     reach `t` can be estimated, so this is the one rule whose weights depend on the rest of the batch.
     """
     if not (math.isfinite(alpha) and alpha >= 0):

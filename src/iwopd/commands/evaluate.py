@@ -34,7 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="local folder, hub id, or a run directory (its newest checkpoint)")
     parser.add_argument("--step", type=int, help="with a run directory: the checkpoint of this step")
     parser.add_argument("--tasks", required=True, help="comma-separated names or TOML files")
-    parser.add_argument("--samples", type=int, help="samples a problem (default: the task's)")
+    parser.add_argument("--samples", type=int, help="samples per problem (default: the task's)")
     parser.add_argument("--temperature", type=float, help="0: greedy, one sample (default: the task's)")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1, off)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest ids (default: 0, off)")

@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, metavar="FILE", help="take the task's problems from a file")
     parser.add_argument("--no-chat", action="store_true", help="with --task: bare problems, for models without a chat template")
     parser.add_argument("--limit", "--prompts-count", type=int, default=256, help="only the first prompts (default: 256)")
-    parser.add_argument("--samples", type=int, default=1, help="rollouts a prompt (default: 1)")
+    parser.add_argument("--samples", type=int, default=1, help="rollouts per prompt (default: 1)")
     parser.add_argument("--max-tokens", type=int, help="longest answer (default: the task's)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of sampling and log-probs (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of the bootstrap (default: 0)")

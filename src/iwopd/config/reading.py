@@ -47,7 +47,7 @@ def load_config(recipe: Path | None, overrides: Mapping[str, Any] | None = None)
 
 
 def make_config(values: Mapping[str, Any], where: str = "the settings") -> Config:
-    """Validate a plain dictionary; a wrong one becomes a `ConfigError` with one line a fault."""
+    """Validate a plain dictionary; a wrong one becomes a `ConfigError` with one line per fault."""
     _refuse_unknown(values, where)
     try:
         return Config.model_validate(values)

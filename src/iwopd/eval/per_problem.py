@@ -121,4 +121,4 @@ def check_scores(scores: Tensor, k: int) -> None:
     if scores.dim() != 2 or scores.numel() == 0:
         raise ValueError(f"scores must be [problems, samples] and not empty, got {list(scores.shape)}")
     if not 1 <= k <= scores.shape[1]:
-        raise ValueError(f"k = {k} is not possible with {scores.shape[1]} samples a problem: choose 1 to {scores.shape[1]}")
+        raise ValueError(f"k = {k} is not possible with {scores.shape[1]} samples per problem: choose 1 to {scores.shape[1]}")

@@ -76,7 +76,7 @@ class Bootstrap:
 
 
 def over_batches(values: Sequence[float]) -> Estimate:
-    """Mean of one number a batch with Student's t interval; batches without one (NaN) are left out."""
+    """Mean of one number per batch with Student's t interval; batches without one (NaN) are left out."""
     found = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)
     mean = float(found.mean())
     if len(found) < 2:

@@ -34,9 +34,9 @@ class Places:
     run: Path
     checkpoints: Path
     metrics: Path
-    """What verl's file logger writes: one file a launch, as it starts each with an empty one."""
+    """What verl's file logger writes: one file per launch, as it starts each with an empty one."""
     validation: Path
-    """Where verl leaves the answers of evaluations: one folder a launch."""
+    """Where verl leaves the answers of evaluations: one folder per launch."""
 
     @property
     def folder(self) -> Path:

@@ -1,4 +1,4 @@
-// What the whole page shares: its data, colours, contents, and loading itself anew while a run goes on.
+// What the whole page shares: its data, colours, contents, and reloading while a run goes on.
 "use strict";
 
 const report = {
