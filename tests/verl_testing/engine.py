@@ -12,8 +12,6 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_testing.server import StudentServer, TeacherServer
-
 NAME = "hf"
 
 
@@ -30,6 +28,8 @@ class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
 
     async def launch_servers(self) -> None:
         """Start the server and wait until its model is loaded."""
+        from verl_testing.server import StudentServer, TeacherServer  # late: its process imports it first, and verl from there
+
         node = await self.workers[0].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
         role = "teacher_" if self.is_teacher_model else ""
         server = (
