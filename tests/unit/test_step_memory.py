@@ -202,7 +202,7 @@ CASES: list[tuple[Path, dict[str, Any]]] = [
     (RECIPE, {"models__teacher_device": "cuda:1"}),
     (RECIPE, {"models__teacher_device": "auto", "models__teacher_dtype": "float32"}),
     (RECIPE, {"rollout__engine": "vllm"}),
-    (RECIPE, {"rollout__engine": "vllm", "vllm__sleep": True, "vllm__dtype": "bfloat16"}),
+    (RECIPE, {"rollout__engine": "vllm", "engine__vllm__sleep": True, "engine__vllm__dtype": "bfloat16"}),
     (EXOPD, {}),
     (EXOPD, {"lora__rank": 16}),
 ]
