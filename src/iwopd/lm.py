@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from iwopd import algo
-from iwopd.algo.objectives import StudentTokens
+from iwopd.algo.objectives import TokenStates
 from iwopd.lean_model import LeanModel, has_adapters, lean_obstacle
 from iwopd.own_head import own_logprobs, picked_logprobs
 from iwopd.packing import enable_packing, packed_inputs
@@ -147,10 +147,10 @@ class ResponseModel:
         plain = next(self.model.parameters()).dtype == torch.float32 and not has_adapters(self.model)
         return plain and lean_obstacle(self.model) is None
 
-    def student_tokens(self, hidden: Tensor, response_ids: Tensor) -> StudentTokens:
+    def token_states(self, hidden: Tensor, response_ids: Tensor) -> TokenStates:
         """What an objective needs of tokens [N] and the hidden states [N, H] that predict them."""
         weight, bias = self.head
-        return StudentTokens(hidden, response_ids, weight, bias, self.temperature, self.vocab_size)
+        return TokenStates(hidden, response_ids, weight, bias, self.temperature, self.vocab_size)
 
     def logprobs(self, sequences: Sequences) -> Tensor:
         """Log-probs [N] of the response tokens; differentiable."""

@@ -9,7 +9,7 @@ import torch
 
 from iwopd import algo
 from iwopd.algo.evidence import Evidence
-from iwopd.algo.objectives import OBJECTIVES, PolicyGradient, StudentTokens, TrainingSignal, make_objective
+from iwopd.algo.objectives import OBJECTIVES, PolicyGradient, TokenStates, TrainingSignal, make_objective
 from iwopd.config import ConfigError, make_config
 from support import RULES, random_batch
 
@@ -96,10 +96,10 @@ def test_the_fused_loss_and_the_one_from_logprobs_are_the_same() -> None:
     hidden = torch.randn(10, 5, generator=generator).requires_grad_()
     weight = torch.randn(13, 5, generator=generator)
     targets = torch.randint(13, (10,), generator=generator)
-    fused = objective.loss(StudentTokens(hidden, targets, weight), columns, 10.0)
+    fused = objective.loss(TokenStates(hidden, targets, weight), columns, 10.0)
     logprobs = algo.token_logprobs(hidden, weight, targets)
     plain = objective.logprobs_loss(logprobs, columns, 10.0)
-    torch.testing.assert_close(fused.loss, plain.loss)
+    torch.testing.assert_close(fused.loss.double(), plain.loss.double())
     one, other = (torch.autograd.grad(item.loss, hidden, retain_graph=True)[0] for item in (fused, plain))
     torch.testing.assert_close(one, other)
 

@@ -53,6 +53,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _teacher_can_do_it(self) -> Self:
+        if not self.method.made.needs_teacher_distribution:
+            return self
+        teacher, name = self.teacher, self.method.objective
+        found = {
+            "teacher.urls": teacher.urls,
+            "teacher.others": teacher.others,
+            "teacher.system or teacher.user": teacher.system or teacher.user,
+        }
+        for setting, value in found.items():
+            if value:
+                raise ValueError(
+                    f"method.objective = {name!r} needs whole distributions at the student's tokens, which only one local teacher "
+                    f"that sees the student's prompts gives: leave {setting} out, or choose objective 'policy-gradient'"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _engine_can_do_it(self) -> Self:
         rollout, engine = self.rollout, engine_type(self.rollout.engine)
         if not engine.restricts and (rollout.top_p < 1 or rollout.top_k):

@@ -26,7 +26,7 @@ from iwopd.rollout.engine import ENGINES, Engine, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
-from iwopd.teacher.scorer import Scorer
+from iwopd.teacher.scorer import HasModel, Scorer
 from iwopd.train.learner import Learner
 from iwopd.train.loading import load_reference, load_student, load_teacher, open_world, reference_source, source_of
 from iwopd.train.ranks import Ranks
@@ -97,7 +97,8 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator.device)
     scorers = {"student": student_scorer, "teacher": teacher_scorer, "reference": reference_scorer}
     heads = check_heads(scorers, order.prompts)
-    learner = Learner(student_scorer.lm, config.optim, config.method.made, accelerator, ranks)
+    whole = _whole_distributions(config, teacher_scorer)
+    learner = Learner(student_scorer.lm, config.optim, config.method.made, accelerator, ranks, whole)
     # Last, because it may start processes: whatever fails before leaves nothing open.
     in_tasks = [len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts]
     longest = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
@@ -128,6 +129,18 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     except BaseException:
         engine.close()
         raise
+
+
+def _whole_distributions(config: Config, teacher: Scorer) -> HasModel | None:
+    """The teacher's model, if the objective needs its whole distributions; refuses one whose logits are not its matrix's."""
+    if not config.method.made.needs_teacher_distribution:
+        return None
+    if (found := teacher.whole_distribution) is None:
+        raise ConfigError(
+            f"method.objective = {config.method.objective!r} needs the teacher's output matrix, but its own logits are not those of "
+            "the matrix (a soft cap or a scale): choose another teacher, or objective 'policy-gradient'"
+        )
+    return found
 
 
 def check_heads(scorers: Mapping[str, Scorer | None], prompts: Sequence[Prompt]) -> dict[str, HeadCheck]:

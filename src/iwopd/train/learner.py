@@ -16,9 +16,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from iwopd import algo
-from iwopd.algo.objectives import LossStats, Objective, ObjectiveLoss
+from iwopd.algo.objectives import LossStats, Objective, ObjectiveLoss, TokenStates
 from iwopd.config import Optim
 from iwopd.lm import ResponseModel, Sequences
+from iwopd.modes import eval_mode
+from iwopd.teacher.scorer import HasModel
 from iwopd.train.ranks import Ranks
 from iwopd.types import Rollout, TokenBatch
 
@@ -60,8 +62,18 @@ class _OptimizerStep(NamedTuple):
 class Learner:
     """Owns the optimizer of a student."""
 
-    def __init__(self, lm: ResponseModel, optim: Optim, objective: Objective, accelerator: Accelerator, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        lm: ResponseModel,
+        optim: Optim,
+        objective: Objective,
+        accelerator: Accelerator,
+        ranks: Ranks,
+        teacher: HasModel | None = None,
+    ) -> None:
+        """`teacher` is there for objectives that need its whole distributions."""
         self.lm, self.optim, self.objective, self.accelerator, self.ranks = lm, optim, objective, accelerator, ranks
+        self.teacher = teacher
         self.parameters = [parameter for parameter in lm.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
@@ -170,7 +182,18 @@ class Learner:
             return self.objective.logprobs_loss(logprobs, columns, denominator)
         with self.accelerator.autocast():
             hidden = self.lm.token_hidden(sequences) if forward is None else forward.hidden
-        return self.objective.loss(self.lm.student_tokens(hidden, sequences.response_ids), columns, denominator)
+        student = self.lm.token_states(hidden, sequences.response_ids)
+        return self.objective.loss(student, columns, denominator, self._teacher_states(sequences))
+
+    @torch.no_grad()
+    def _teacher_states(self, sequences: Sequences) -> TokenStates | None:
+        """The teacher's hidden states and output matrix, on the student's device; None where the objective does not ask."""
+        if self.teacher is None:
+            return None
+        lm = self.teacher.lm
+        with eval_mode(lm.model), self.teacher.autocast():
+            hidden = lm.token_hidden(sequences.to(lm.device))
+        return lm.token_states(hidden, sequences.response_ids).to(self.lm.device)
 
     def _merged(self, parts: list[LossStats]) -> LossStats:
         return type(parts[0]).merge(parts) if parts else self.objective.no_stats()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from iwopd import algo
 from iwopd.algo.evidence import Evidence
-from iwopd.algo.objectives import LossAndMeans, Objective, StudentTokens, TokenMeans, TrainingSignal, setting
+from iwopd.algo.objectives import LossAndMeans, Objective, TokenMeans, TokenStates, TrainingSignal, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,9 @@ class LogProbMatching(Objective):
         teacher = algo.floor_logprobs(evidence.teacher_logprobs, evidence.mask).logprobs
         return {"supervised": signal.supervised, "weights": signal.weights, "teacher_logprobs": teacher}
 
-    def loss(self, student: StudentTokens, columns: Mapping[str, Tensor], denominator: float) -> LossAndMeans:
+    def loss(
+        self, student: TokenStates, columns: Mapping[str, Tensor], denominator: float, teacher: TokenStates | None = None
+    ) -> LossAndMeans:
         logprobs = algo.token_logprobs(
             student.hidden,
             student.weight,

@@ -12,24 +12,26 @@ from iwopd.algo.objectives.base import (
     Objective,
     ObjectiveLoss,
     Setting,
-    StudentTokens,
     TokenMeans,
+    TokenStates,
     TrainingSignal,
     setting,
 )
+from iwopd.algo.objectives.divergence import Divergence
 from iwopd.algo.objectives.policy_gradient import PolicyGradient
 from iwopd.registry import Registry, suggestion
 
 __all__ = [
     "OBJECTIVES",
+    "Divergence",
     "LossAndMeans",
     "LossStats",
     "Objective",
     "ObjectiveLoss",
     "PolicyGradient",
     "Setting",
-    "StudentTokens",
     "TokenMeans",
+    "TokenStates",
     "TrainingSignal",
     "UnknownSettingError",
     "make_objective",
@@ -48,6 +50,7 @@ def _adopt(name: str, loaded: Any, where: str) -> type[Objective]:
 
 OBJECTIVES: Registry[type[Objective]] = Registry("objective", "iwopd.objectives", _adopt)
 OBJECTIVES.add(PolicyGradient.name, PolicyGradient)
+OBJECTIVES.add(Divergence.name, Divergence)
 
 
 def objective_class(values: Mapping[str, Any]) -> type[Objective]:

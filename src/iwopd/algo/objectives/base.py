@@ -41,11 +41,11 @@ class TrainingSignal:
 
 
 @dataclass(frozen=True)
-class StudentTokens:
-    """The student's side of N tokens: the hidden states that predict them, and the output matrix."""
+class TokenStates:
+    """One model's side of N tokens: the hidden states that predict them, and the output matrix."""
 
     hidden: Tensor
-    """[N, H], with their graph."""
+    """[N, H]; the student's with their graph."""
     targets: Tensor
     """[N] the tokens that were written."""
     weight: Tensor
@@ -53,6 +53,12 @@ class StudentTokens:
     bias: Tensor | None = None
     temperature: float = 1.0
     vocab_size: int | None = None
+
+    def to(self, device: torch.device) -> TokenStates:
+        bias = None if self.bias is None else self.bias.to(device)
+        return TokenStates(
+            self.hidden.to(device), self.targets.to(device), self.weight.to(device), bias, self.temperature, self.vocab_size
+        )
 
 
 class LossStats(Protocol):
@@ -152,6 +158,11 @@ class Objective(ABC):
         return "reference_logprobs" in self.needs
 
     @property
+    def needs_teacher_distribution(self) -> bool:
+        """Whether the loss needs the teacher's hidden states, and so a teacher in this process."""
+        return False
+
+    @property
     def needs_output_matrix(self) -> str | None:
         """Why log-probs of the written tokens are not enough for the loss; None if they are."""
         return None
@@ -188,8 +199,13 @@ class Objective(ABC):
         """What the loss needs of each token, by name: detached tensors [B, T]. The trainer hands them over as [N]."""
 
     @abstractmethod
-    def loss(self, student: StudentTokens, columns: Mapping[str, Tensor], denominator: float) -> ObjectiveLoss:
-        """The loss of N tokens: a sum over the supervised ones divided by `denominator`, that of the whole step."""
+    def loss(
+        self, student: TokenStates, columns: Mapping[str, Tensor], denominator: float, teacher: TokenStates | None = None
+    ) -> ObjectiveLoss:
+        """The loss of N tokens: a sum over the supervised ones divided by `denominator`, that of the whole step.
+
+        `teacher` has the teacher's states of the same tokens, if `needs_teacher_distribution`.
+        """
 
     def logprobs_loss(self, logprobs: Tensor, columns: Mapping[str, Tensor], denominator: float) -> ObjectiveLoss:
         """The same from log-probs [N], for models whose head is more than a matrix."""

@@ -14,7 +14,7 @@ from iwopd.algo.correction import CORRECTION_THRESHOLD, rollout_correction
 from iwopd.algo.evidence import WEIGHTS, Evidence
 from iwopd.algo.fused_loss import fused_policy_loss
 from iwopd.algo.loss import CLIP, DUAL_CLIP, PolicyLoss, PolicyStats, check_loss_arguments, policy_loss
-from iwopd.algo.objectives.base import Objective, Setting, StudentTokens, TrainingSignal, setting
+from iwopd.algo.objectives.base import Objective, Setting, TokenStates, TrainingSignal, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,9 @@ class PolicyGradient(Objective):
             found["reference_logprobs"] = evidence.reference_logprobs
         return found
 
-    def loss(self, student: StudentTokens, columns: Mapping[str, Tensor], denominator: float) -> PolicyLoss:
+    def loss(
+        self, student: TokenStates, columns: Mapping[str, Tensor], denominator: float, teacher: TokenStates | None = None
+    ) -> PolicyLoss:
         return fused_policy_loss(
             student.hidden,
             student.weight,
