@@ -65,8 +65,8 @@ class Config(Section):
         for setting, value in found.items():
             if value:
                 raise ValueError(
-                    f"method.objective = {name!r} needs whole distributions at the student's tokens, which only one local teacher "
-                    f"that sees the student's prompts gives: leave {setting} out, or choose objective 'policy-gradient'"
+                    f"method.objective = {name!r} needs whole distributions at the student's tokens, which only one local "
+                    f"teacher that sees the student's prompts gives: leave {setting} out, or choose 'policy-gradient'"
                 )
         return self
 
