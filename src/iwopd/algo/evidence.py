@@ -1,8 +1,8 @@
 """Evidence: what is known of a batch of rollouts before its update, and how formulas ask for it.
 
-A weight rule, an advantage or an objective is a function. It asks for evidence by the names of its parameters: one called
-`gap` receives the gaps, one called `progress` the share of training done. Parameters with other names are the formula's own
-settings and have defaults. What no formula asks for is never computed.
+A weight rule or an advantage is a function. It asks for evidence by the names of its parameters: one called `gap` receives
+the gaps, one called `progress` the share of training done. Parameters with other names are the formula's own settings and have
+defaults. What no formula asks for is never computed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Evidence:
         return gap(self.teacher_logprobs, self.old_logprobs, self.mask)
 
     def select(self, names: Collection[str], who: str) -> dict[str, Any]:
-        """The evidence of these names; refuses what is missing in the name of `who` asks for it."""
+        """The evidence of these names. What is missing is refused; `who` needs it."""
         found = {name: getattr(self, name) for name in names if name != WEIGHTS}
         for name, value in found.items():
             if value is None:

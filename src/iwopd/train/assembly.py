@@ -137,7 +137,7 @@ def _whole_distributions(config: Config, teacher: Scorer) -> HasModel | None:
         return None
     if (found := teacher.whole_distribution) is None:
         raise ConfigError(
-            f"method.objective = {config.method.objective!r} needs the teacher's output matrix, but its own logits are not those "
+            f"method.objective = {config.method.objective!r} needs the teacher's output matrix, but its logits are not those "
             "of the matrix (a soft cap or a scale): choose another teacher, or objective 'policy-gradient'"
         )
     return found
