@@ -25,7 +25,7 @@ from verl.workers.utils.padding import response_from_nested, response_to_nested
 
 from iwopd.cluster.verl.driver import check_driver
 from iwopd.cluster.verl.hook import before_the_split
-from iwopd.train.state import training_progress
+from iwopd.train.scoring import training_progress
 
 
 def main(folder: Path) -> None:

@@ -28,8 +28,7 @@ from iwopd.lm import ResponseModel
 from iwopd.teacher.local import LocalScorer
 from iwopd.train.learner import Learner
 from iwopd.train.ranks import Ranks
-from iwopd.train.scoring import evidence_of, loss_columns
-from iwopd.train.state import training_progress
+from iwopd.train.scoring import evidence_of, loss_columns, training_progress
 from iwopd.types import Prompt, Rollout, ScoredRollout, TokenBatch
 from models import save_pair
 

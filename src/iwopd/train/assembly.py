@@ -30,7 +30,7 @@ from iwopd.teacher.scorer import HasModel, Scorer
 from iwopd.train.learner import Learner
 from iwopd.train.loading import load_reference, load_student, load_teacher, open_world, reference_source, source_of
 from iwopd.train.ranks import Ranks
-from iwopd.train.teachers import build_teacher
+from iwopd.train.teachers import build_teacher, scores_early
 from iwopd.types import Prompt
 from iwopd.vocabulary import check_same_tokenizer, check_vocabulary
 
@@ -62,6 +62,8 @@ class Parts:
     """Shared by the samplers."""
     max_response: int
     """Most tokens of a rollout."""
+    score_early: bool
+    """The teacher scores finished answers while others are being written."""
 
     def __enter__(self) -> Parts:
         return self
@@ -125,6 +127,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
             ranks=ranks,
             engine=engine,
             max_response=max_tokens,
+            score_early=scores_early(config),
         )
     except BaseException:
         engine.close()

@@ -17,7 +17,7 @@ from iwopd.eval.runner import Evaluation
 from iwopd.lm import Sequences
 from iwopd.modes import eval_mode
 from iwopd.train.assembly import Parts
-from iwopd.train.state import training_progress
+from iwopd.train.scoring import training_progress
 from iwopd.types import Rollout, TokenBatch
 
 

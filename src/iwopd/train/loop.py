@@ -18,7 +18,6 @@ from iwopd.train.mismatch import check_engine, mismatch_metrics
 from iwopd.train.pipeline import write_step
 from iwopd.train.scoring import loss_columns, score_step
 from iwopd.train.state import TrainingState, TrainingStoppedError
-from iwopd.train.teachers import scores_early
 from iwopd.train.tracking import Tracker
 from iwopd.types import StepStats
 
@@ -67,11 +66,11 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> Ste
         seed=config.seed,
         step=step,
         samples=config.rollout.samples,
-        score_early=scores_early(config),
+        score_early=parts.score_early,
     )
     clock.lap("rollout")
     scored = score_step(config, parts, written, step)
-    mismatch = mismatch_metrics(config, parts, scored.batch, step)
+    mismatch = {} if parts.engine.exact else mismatch_metrics(config, parts, scored.batch, step)
     clock.lap("teacher")
     signal = objective.signal(scored.evidence)
     columns = loss_columns(objective, scored.batch, scored.evidence, signal)

@@ -15,7 +15,7 @@ from iwopd.config import Config
 from iwopd.train.assembly import Parts
 from iwopd.train.learner import ForwardPass
 from iwopd.train.pipeline import Written
-from iwopd.train.state import TrainingStoppedError, training_progress
+from iwopd.train.state import TrainingStoppedError
 from iwopd.types import Rollout, ScoredRollout, TokenBatch
 
 
@@ -87,3 +87,8 @@ def _kept(config: Config, rollouts: Sequence[Rollout]) -> list[Rollout]:
             exit_code=1,
         )
     return [rollout for rollout in rollouts if truncated != "drop" or rollout.stop_reason == "eos"]
+
+
+def training_progress(step: int, steps: int) -> float:
+    """Share of training done, in [0, 1]: 0 at the first step, 1 at the last. The curriculum follows it."""
+    return min(1.0, max(0, step - 1) / max(1, steps - 1))

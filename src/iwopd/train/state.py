@@ -37,8 +37,3 @@ class TrainingState:
             return False
         self.best, self.best_step = accuracy, step
         return True
-
-
-def training_progress(step: int, steps: int) -> float:
-    """Share of training done, in [0, 1]: 0 at the first step, 1 at the last. The curriculum follows it."""
-    return min(1.0, max(0, step - 1) / max(1, steps - 1))

@@ -19,7 +19,7 @@ from iwopd.cluster.verl.hook import before_the_split
 from iwopd.cluster.verl.losses import settings_of
 from iwopd.cluster.verl.params import TRAINER
 from iwopd.cluster.verl.watch import Watch, rollout_actors
-from iwopd.train.state import training_progress
+from iwopd.train.scoring import training_progress
 
 COLUMNS = ("prompts", "responses", "response_mask", "old_log_probs", "teacher_logprobs", "ref_log_prob")
 
