@@ -182,7 +182,7 @@ def test_rules_by_hand() -> None:
 def test_a_rule_from_the_command_line() -> None:
     rules = probe_rules(more=["survival:tau=2, floor=0.1", "linear-decay", "survival:tau=2, floor=0.1"])
     assert [(rule.key, rule.weights, rule.params) for rule in rules][-2:] == [
-        ("survival", "survival", {}),
+        ("survival", "survival", {"tau": 1.0}),
         ("survival:tau=2, floor=0.1", "survival", {"tau": 2, "floor": 0.1}),
     ]
 
