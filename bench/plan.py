@@ -31,7 +31,7 @@ from iwopd.cluster.plan.public_models import PublicShape, make_config, public_co
 from iwopd.cluster.plan.rates import FAST, SLOW, TYPICAL, Rates
 from iwopd.cluster.plan.rollouts import answer_lengths, decode_seconds, step_seconds
 from iwopd.cluster.plan.work import all_flops, decode_bytes, decode_flops, forward_flops, update_flops
-from iwopd.train.memory import ModelShape, Student, device_memory
+from iwopd.train.memory import ModelShape, TrainedModel, device_memory
 
 LEAST, MOST = 0.95, 1.45
 """Predicted by measured memory. The parts that are added up do not all meet, so the sum is above what is ever in use."""
@@ -199,7 +199,7 @@ def memory_of(case: dict[str, Any]) -> tuple[float, float]:
     # Not ru_maxrss: a new process inherits there what its parent had.
     (peak_kb,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     peak = int(peak_kb) * 1024
-    student = Student(
+    student = TrainedModel(
         ModelShape.of(step.model.config), number_bytes=4, compute_bytes=4, gradient_checkpointing=case["checkpointing"]
     )
     needed = device_memory(student, PROMPT + case["answer"], on_gpu=False)

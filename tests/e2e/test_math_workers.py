@@ -61,8 +61,8 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def run_in_thread(pool: WorkerPool, answer: str, timeout: float) -> tuple[threading.Thread, list[workers.Verdict]]:
-    verdicts: list[workers.Verdict] = []
+def run_in_thread(pool: WorkerPool, answer: str, timeout: float) -> tuple[threading.Thread, list[workers.MathVerdict]]:
+    verdicts: list[workers.MathVerdict] = []
     thread = threading.Thread(target=lambda: verdicts.append(pool.check(answer, "5", timeout)))
     thread.start()
     return thread, verdicts

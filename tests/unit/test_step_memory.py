@@ -23,7 +23,7 @@ from iwopd.train.doctor.case import Case, open_case
 from iwopd.train.doctor.findings import Finding
 from iwopd.train.doctor.resources import check_resources, step_memory
 from iwopd.train.loading import world_recipe
-from iwopd.train.memory import ModelShape, StepMemory, Stored, Student, device_memory
+from iwopd.train.memory import ModelShape, StepMemory, Stored, TrainedModel, device_memory
 from models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_a_step_by_hand() -> None:
     kept = 8 * 64 + 4 * (4 + 2) * 16 + 4 * 128
     assert shape.activation_elements(gradient_checkpointing=False) == 3 * kept
     assert shape.activation_elements(gradient_checkpointing=True) == 3 * 64 + kept
-    student = Student(shape, number_bytes=4, compute_bytes=2, gradient_checkpointing=False)
+    student = TrainedModel(shape, number_bytes=4, compute_bytes=2, gradient_checkpointing=False)
     needed = device_memory(student, 10, teachers=(Stored(shape, 2), Stored(shape, 2, 0.5)), reference=Stored(shape, 4))
     assert (needed.weights, needed.gradients, needed.adam) == (4 * SIZE, 4 * SIZE, 8 * SIZE)
     assert (needed.teachers, needed.reference) == (3 * SIZE, 4 * SIZE)
@@ -96,7 +96,7 @@ def test_a_step_by_hand() -> None:
 
 @pytest.mark.parametrize(("quantized", "matrix"), [(None, 2), (0.55, 0.55)])
 def test_an_adapter_trains_little(quantized: float | None, matrix: float) -> None:
-    student = Student(ModelShape.of(CONFIG), number_bytes=2, adapter=100, quantized_bytes=quantized)
+    student = TrainedModel(ModelShape.of(CONFIG), number_bytes=2, adapter=100, quantized_bytes=quantized)
     needed = device_memory(student, 1)
     assert needed.weights == pytest.approx(matrix * MATRICES + 2 * (SIZE - MATRICES) + 400)
     assert (needed.gradients, needed.adam, needed.checkpoint) == (400, 800, 1200)
@@ -114,7 +114,7 @@ def test_a_real_learner_holds_what_is_counted(dtype: str, rank: int) -> None:
     optimizer.step()
     shape = ModelShape.of(make_model("qwen3").config)
     adapter = shape.adapter_parameters(Lora(rank=rank)) if rank else 0
-    needed = device_memory(Student(shape, number_bytes={"float32": 4, "bfloat16": 2}[dtype], adapter=adapter), 1)
+    needed = device_memory(TrainedModel(shape, number_bytes={"float32": 4, "bfloat16": 2}[dtype], adapter=adapter), 1)
     assert needed.weights == sum(parameter.nbytes for parameter in model.parameters())
     assert needed.gradients == sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
     moments = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")
@@ -135,7 +135,7 @@ def test_autocast_keeps_copies_of_the_matrices() -> None:
     matrices = {parameter.numel() for name, parameter in model.model.layers.named_parameters() if parameter.dim() == 2}
     saved = 2 * sum(size for size in kept.values() if size in matrices)
     assert hidden.requires_grad
-    assert saved == Student(ModelShape.of(model.config)).autocast_copies
+    assert saved == TrainedModel(ModelShape.of(model.config)).autocast_copies
 
 
 # --- recipes --------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from iwopd.cluster.verl import launch
 from iwopd.cluster.verl.convert import adopt, check_ranks, newest, whole_checkpoints
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks, judge, label
-from iwopd.cluster.verl.job import Job
+from iwopd.cluster.verl.job import VerlJob
 from iwopd.cluster.verl.metrics import MetricsFile, step_stats
 from iwopd.cluster.verl.translate import places
 from iwopd.config import Config, make_config
@@ -234,7 +234,7 @@ def test_the_local_engine_does_not_go_on_with_it(tmp_path: Path) -> None:
     ],
 )
 def test_why_a_job_failed(tmp_path: Path, log: str, words: str) -> None:
-    job = Job(["-c", f"print({log!r}, end='')"], {}, tmp_path / "log.txt")
+    job = VerlJob(["-c", f"print({log!r}, end='')"], {}, tmp_path / "log.txt")
     job.process.wait()
     assert words in job.last_words()
     job.end()
@@ -248,13 +248,13 @@ folder, step = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 """Two steps of a job, as verl would log them."""
 
 
-def _follow(tmp_path: Path, then: str, received: list[int] | None = None, **cluster: Any) -> tuple[int, Job, RunDirectory]:
+def _follow(tmp_path: Path, then: str, received: list[int] | None = None, **cluster: Any) -> tuple[int, VerlJob, RunDirectory]:
     config = _config(cluster=cluster, eval={"prompts": 0}, tracking={"console": "off"})
     run = RunDirectory(tmp_path / "run")
     run.create(config, "data", engine="verl")
     where = places(config, run.path)
     where.folder.mkdir()
-    job = Job(["-c", JOB + then, str(where.folder), json.dumps(STEP)], {}, where.folder / "log-001.txt")
+    job = VerlJob(["-c", JOB + then, str(where.folder), json.dumps(STEP)], {}, where.folder / "log-001.txt")
     tracker = Tracker(config, run)
     try:
         return launch._follow(config, run, where, job, tracker, Validations([], tmp_path), received or [], 0), job, run

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from iwopd.eval.sandbox import probe, wire
-from iwopd.eval.sandbox.run import Digest, End, Job, Report, SandboxError, run
+from iwopd.eval.sandbox.run import Digest, End, Program, Report, SandboxError, run
 from iwopd.eval.workers import in_parallel
 
 __all__ = ["CodeJob", "CodeOutcome", "SandboxError", "Status", "check_code", "check_code_many", "same"]
@@ -71,7 +71,7 @@ def check_code(
     if not (math.isfinite(timeout) and timeout > 0.0):
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     judge = Judge(lambda index, value: same(value, expected[index], atol))
-    job = Job(source, entry_point, arguments, [timeout] * len(arguments), timeout)
+    job = Program(source, entry_point, arguments, [timeout] * len(arguments), timeout)
     return judge.outcome(run(job, chosen, judge.receive), len(arguments))
 
 

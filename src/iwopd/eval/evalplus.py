@@ -31,7 +31,7 @@ from iwopd.data.sources import SourceError
 from iwopd.eval.code import FLOAT_ATOL, CodeOutcome, Judge, check_all, close, is_floats, same
 from iwopd.eval.evalplus_problems import CodeProblem
 from iwopd.eval.sandbox import probe, wire
-from iwopd.eval.sandbox.run import Digest, Job, Report, run
+from iwopd.eval.sandbox.run import Digest, Program, Report, run
 
 MIN_SECONDS, REFERENCE_FACTOR, MOST_SECONDS = 1.0, 4.0, 60.0
 """EvalPlus's limits: a test may take 4 times as long as the canonical solution, but 1 s in any case; all together 60 s."""
@@ -99,7 +99,7 @@ def _run_canonical(problem: CodeProblem, inputs: list[Any], unsafe: bool, backen
         return report.error is None
 
     arguments, limits = [wire.encode_plain(item) for item in inputs], [_CANONICAL_SECONDS] * len(inputs)
-    job = Job(problem.reference, problem.entry_point, arguments, limits, _CANONICAL_SECONDS)
+    job = Program(problem.reference, problem.entry_point, arguments, limits, _CANONICAL_SECONDS)
     end = run(job, probe.choose(unsafe=unsafe, name=backend), receive)
     if end.status != "complete":
         reason = end.detail or (reports[-1].error if reports else end.status)
@@ -160,7 +160,7 @@ def check_solution(
             continue
         limits = [max(MIN_SECONDS, REFERENCE_FACTOR * seconds) for seconds in part.seconds]
         total = max(min(MOST_SECONDS, sum(limits)) + 1.0, 2.0 * sum(part.seconds))
-        job = Job(source, problem.entry_point, [wire.encode_plain(item) for item in inputs], limits, total)
+        job = Program(source, problem.entry_point, [wire.encode_plain(item) for item in inputs], limits, total)
         judge = Judge(_Right(problem, inputs, part.outputs, as_published))
         outcomes.append(judge.outcome(run(job, chosen, judge.receive), len(inputs)))
     return CodeVerdict(problem.id, *outcomes)

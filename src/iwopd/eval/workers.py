@@ -60,7 +60,7 @@ class MathWorkerError(UserError):
     """Workers cannot be started."""
 
 
-class Verdict(NamedTuple):
+class MathVerdict(NamedTuple):
     """A worker's verdict: `status` is correct, wrong, unparsed or timeout, `detail` the reason."""
 
     status: str
@@ -85,27 +85,29 @@ class WorkerPool:
         self._taken: set[_Worker] = set()
         self._lock, self._slots = threading.Lock(), threading.Semaphore(self.size)
 
-    def check(self, answer: str, gold: str, timeout: float) -> Verdict:
+    def check(self, answer: str, gold: str, timeout: float) -> MathVerdict:
         """Compare. Waiting for a free worker does not count towards the timeout."""
         verdict, innocent = self._try(answer, gold, timeout)
         if innocent:  # something else killed the worker, or its memory was full before: retry on a new one
             verdict, _ = self._try(answer, gold, timeout, fresh=True)
         return verdict
 
-    def _try(self, answer: str, gold: str, timeout: float, *, fresh: bool = False) -> tuple[Verdict, bool]:
+    def _try(self, answer: str, gold: str, timeout: float, *, fresh: bool = False) -> tuple[MathVerdict, bool]:
         """A verdict, and whether something other than this pair may have caused it."""
         worker = self._take(fresh=fresh)
         keep = False
         try:
             reply = worker.check(answer, gold, timeout, time.monotonic() + WALL_FACTOR * timeout + WALL_GRACE_SECONDS)
             keep = reply["exhausted"] is None and worker.checks < CHECKS_PER_WORKER
-            return Verdict(reply["status"], reply["detail"]), reply["exhausted"] == "memory" and worker.checks > 1
+            return MathVerdict(reply["status"], reply["detail"]), reply["exhausted"] == "memory" and worker.checks > 1
         except _LateError:
-            return Verdict("timeout", f"no verdict within {WALL_FACTOR * timeout + WALL_GRACE_SECONDS:g} s of wall time"), False
+            return MathVerdict(
+                "timeout", f"no verdict within {WALL_FACTOR * timeout + WALL_GRACE_SECONDS:g} s of wall time"
+            ), False
         except _DiedError as died:
             if died.signal in (signal.SIGPROF, signal.SIGXCPU):
-                return Verdict("timeout", f"no verdict within {timeout:g} s of CPU time"), False
-            return Verdict("timeout", f"no verdict: the worker process {died}, twice"), True
+                return MathVerdict("timeout", f"no verdict within {timeout:g} s of CPU time"), False
+            return MathVerdict("timeout", f"no verdict: the worker process {died}, twice"), True
         finally:  # also after KeyboardInterrupt: a worker with a pending request must not be reused
             self._give_back(worker, keep=keep)
 

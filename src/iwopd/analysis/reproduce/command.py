@@ -16,7 +16,7 @@ from iwopd.analysis.probe.run import run_probe
 from iwopd.analysis.probe.settings import ProbeSettings
 from iwopd.analysis.reproduce.items import ITEMS, Item
 from iwopd.analysis.reproduce.runs import Runs
-from iwopd.analysis.reproduce.tables import Section, markdown, print_section
+from iwopd.analysis.reproduce.tables import ItemSection, markdown, print_section
 from iwopd.analysis.reproduce.variants import Variant
 from iwopd.errors import UserError
 from iwopd.stages import ConsoleStages
@@ -30,7 +30,7 @@ class ReproduceError(UserError, ValueError):
     """Options that make no sense."""
 
 
-def reproduce(options: argparse.Namespace, console: Console) -> list[Section]:
+def reproduce(options: argparse.Namespace, console: Console) -> list[ItemSection]:
     """Make the runs that are missing, then print every item's section and write `results.json`."""
     items = _chosen(options.items)
     runs = _runs(options)
@@ -50,7 +50,7 @@ def reproduce(options: argparse.Namespace, console: Console) -> list[Section]:
     return sections
 
 
-def as_record(sections: Sequence[Section]) -> dict[str, Any]:
+def as_record(sections: Sequence[ItemSection]) -> dict[str, Any]:
     """What `results.json` holds."""
     return {one.key: {"title": one.title, "words": list(one.words), "numbers": one.numbers} for one in sections}
 

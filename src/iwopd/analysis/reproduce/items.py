@@ -11,7 +11,7 @@ from typing import Any
 
 from iwopd.analysis.probe.result import Probe
 from iwopd.analysis.reproduce.runs import Runs
-from iwopd.analysis.reproduce.tables import Section, Table, established, in_words, p, show, signed
+from iwopd.analysis.reproduce.tables import ItemSection, Table, established, in_words, p, show, signed
 from iwopd.analysis.reproduce.variants import (
     ABLATIONS,
     EXOPD,
@@ -65,14 +65,14 @@ class Item:
     def needs_probe(self) -> bool:
         return not self.variants
 
-    def section(self, runs: Runs, probes: Probes) -> Section:
+    def section(self, runs: Runs, probes: Probes) -> ItemSection:
         return self.read(self, runs, probes)
 
-    def make(self, tables: Sequence[Table], words: Sequence[str], **numbers: Any) -> Section:
-        return Section(self.key, self.title, PAPER[self.key], tables, words, numbers)
+    def make(self, tables: Sequence[Table], words: Sequence[str], **numbers: Any) -> ItemSection:
+        return ItemSection(self.key, self.title, PAPER[self.key], tables, words, numbers)
 
 
-Read = Callable[[Item, Runs, Probes], Section]
+Read = Callable[[Item, Runs, Probes], ItemSection]
 ITEMS: dict[str, Item] = {}
 
 
@@ -111,7 +111,7 @@ def _comparison(runs: Runs, variants: Sequence[Variant], baseline: Variant) -> t
 
 
 @_item("p1", "first or last 30 % of the tokens", OPD, PREFIX, SUFFIX)
-def _p1(item: Item, runs: Runs, probes: Probes) -> Section:
+def _p1(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     table, numbers = _comparison(runs, item.variants, OPD)
     base = runs.accuracy(OPD, 0)
     prefix, suffix = (_at_the_end(runs, variant, OPD) for variant in (PREFIX, SUFFIX))
@@ -121,7 +121,7 @@ def _p1(item: Item, runs: Runs, probes: Probes) -> Section:
 
 
 @_item("p2", "hand-off")
-def _p2(item: Item, runs: Runs, probes: Probes) -> Section:
+def _p2(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     rows, falls, fractions = [], [], []
     for lineage, probe in probes.items():
         if probe.handoff is None or probe.handoff.student is None:
@@ -145,7 +145,7 @@ def _percent(value: float | None) -> float:
 
 
 @_item("p3", "IW-OPD against OPD", OPD, IW_OPD, OPD_FASTER, IW_MEAN_ONE)
-def _p3(item: Item, runs: Runs, probes: Probes) -> Section:
+def _p3(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     table, numbers = _comparison(runs, item.variants, OPD)
     steps = (_steps(runs)[0], runs.steps)
     words = [in_words(f"IW-OPD minus OPD at step {step}", runs.effect(IW_OPD, OPD, step)) for step in steps]
@@ -155,7 +155,7 @@ def _p3(item: Item, runs: Runs, probes: Probes) -> Section:
 
 
 @_item("p4", "size ratio", *(sized(variant, size) for size in SIZES for variant in (OPD, IW_OPD)))
-def _p4(item: Item, runs: Runs, probes: Probes) -> Section:
+def _p4(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     first, last = _steps(runs)[0], runs.steps
     rows, numbers = [], {}
     for size in SIZES:
@@ -174,7 +174,7 @@ def _p4(item: Item, runs: Runs, probes: Probes) -> Section:
 
 
 @_item("p5", "KL during training", OPD, IW_OPD)
-def _p5(item: Item, runs: Runs, probes: Probes) -> Section:
+def _p5(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     columns = ["method", "first step", "a quarter", "half", "last tenth", "fall"]
     rows, numbers = [], {}
     for variant in item.variants:
@@ -188,7 +188,7 @@ def _p5(item: Item, runs: Runs, probes: Probes) -> Section:
 
 
 @_item("p6", "likelihood of prefixes")
-def _p6(item: Item, runs: Runs, probes: Probes) -> Section:
+def _p6(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     rows = []
     for lineage, probe in probes.items():
         if probe.likelihood is not None:
@@ -199,7 +199,7 @@ def _p6(item: Item, runs: Runs, probes: Probes) -> Section:
 
 
 @_item("p7", "ideal ratio weights", OPD, *IDEAL, method("signed"), IW_OPD)
-def _p7(item: Item, runs: Runs, probes: Probes) -> Section:
+def _p7(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     table, numbers = _comparison(runs, item.variants, OPD)
     worst = min(IDEAL, key=lambda variant: runs.accuracy(variant, runs.steps).mean)
     best = max(IDEAL, key=lambda variant: runs.accuracy(variant, runs.steps).mean)
@@ -208,7 +208,7 @@ def _p7(item: Item, runs: Runs, probes: Probes) -> Section:
 
 
 @_item("p8", "ablations", OPD, *ABLATIONS, SURVIVAL)
-def _p8(item: Item, runs: Runs, probes: Probes) -> Section:
+def _p8(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     table, numbers = _comparison(runs, item.variants, OPD)
     apart = [v.title for v in item.variants if v is not OPD and established(runs.effect(v, OPD, runs.steps))]
     found = ", ".join(apart) if apart else "none"
@@ -222,13 +222,13 @@ def _p8(item: Item, runs: Runs, probes: Probes) -> Section:
 
 
 @_item("p9", "ExOPD", EXOPD, IW_EXOPD)
-def _p9(item: Item, runs: Runs, probes: Probes) -> Section:
+def _p9(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     table, numbers = _comparison(runs, item.variants, EXOPD)
     return item.make([table], [_at_the_end(runs, IW_EXOPD, EXOPD)], methods=numbers)
 
 
 @_item("p10", "stronger and weaker teacher", *(taught(v, teacher) for teacher in ("weak", "strong") for v in (OPD, IW_OPD)))
-def _p10(item: Item, runs: Runs, probes: Probes) -> Section:
+def _p10(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     first, last = _steps(runs)[0], runs.steps
     rows = [[variant.title, *(show(runs.accuracy(variant, step)) for step in (first, last))] for variant in item.variants]
     words = []
@@ -244,7 +244,7 @@ def _p10(item: Item, runs: Runs, probes: Probes) -> Section:
     "survival weights, every method at several learning rates",
     *(faster(variant, factor) for variant in (OPD, IW_OPD, SURVIVAL) for factor in RATES),
 )
-def _own(item: Item, runs: Runs, probes: Probes) -> Section:
+def _own(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     table, numbers = _comparison(runs, item.variants, OPD)
     first, last = _steps(runs)[0], runs.steps
     words = [

@@ -20,7 +20,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Section:
+class ItemSection:
     """What the paper shows of one of its phenomena, what ours shows, and the numbers for machines and figures."""
 
     key: str
@@ -56,7 +56,7 @@ def in_words(what: str, effect: Effect) -> str:
     return f"{what}: {signed(effect)} points over {effect.runs} runs (p {p(effect)}): {verdict}."
 
 
-def print_section(section: Section, console: Console) -> None:
+def print_section(section: ItemSection, console: Console) -> None:
     console.print(f"\n{section.key.upper()}  {section.title}", style="bold", highlight=False)
     console.print(f"paper: {section.paper}", highlight=False, style="dim")
     for table in section.tables:
@@ -70,7 +70,7 @@ def print_section(section: Section, console: Console) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def markdown(section: Section) -> str:
+def markdown(section: ItemSection) -> str:
     lines = [f"### {section.key.upper()}: {section.title}", "", f"*Paper: {section.paper}*", ""]
     for table in section.tables:
         ruler = ["---", *["---:"] * (len(table.columns) - 1)]

@@ -103,7 +103,7 @@ def _ask(address: str) -> list[float]:
     return found
 
 
-class Job:
+class VerlJob:
     """The running program. It has its own session, so that Ctrl-C at the terminal reaches only the launcher."""
 
     def __init__(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> None:

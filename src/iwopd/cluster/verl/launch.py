@@ -12,7 +12,7 @@ from types import FrameType
 from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, examine
 from iwopd.cluster.verl.convert import adopt, check_ranks, full_disk, newest
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
-from iwopd.cluster.verl.job import LOCAL, Job, check_size, command, ray_address, shown
+from iwopd.cluster.verl.job import LOCAL, VerlJob, check_size, command, ray_address, shown
 from iwopd.cluster.verl.metrics import MetricsFile, step_stats
 from iwopd.cluster.verl.pools import pools
 from iwopd.cluster.verl.prompts import load_order, write_prompts
@@ -85,7 +85,7 @@ def run_on_verl(
         tracker.say(f"starting verl ({'a Ray of its own' if address == LOCAL else f'Ray at {address}'}); its output: {log}")
         with _signals() as received:
             answers = Validations(tasks, where.validation)
-            job = Job(arguments, variables, log)
+            job = VerlJob(arguments, variables, log)
             return _follow(config, run, where, job, tracker, answers, received, done[0] if done else 0)
     finally:
         tracker.close()
@@ -111,7 +111,7 @@ def _follow(
     config: Config,
     run: RunDirectory,
     where: Places,
-    job: Job,
+    job: VerlJob,
     tracker: Tracker,
     answers: Validations,
     received: list[int],

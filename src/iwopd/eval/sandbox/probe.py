@@ -13,7 +13,7 @@ from pathlib import Path
 
 from iwopd.eval.sandbox import bubblewrap, landlock, seccomp, wire
 from iwopd.eval.sandbox.backends import Backend
-from iwopd.eval.sandbox.run import Job, Report, SandboxError, run
+from iwopd.eval.sandbox.run import Program, Report, SandboxError, run
 
 _BURGLAR = Path(__file__).with_name("burglar.py")
 _HARMLESS = {"PYTHONHASHSEED", "LC_ALL", "PATH", "LD_LIBRARY_PATH", "PWD"}  # variables that the sandbox sets itself
@@ -65,7 +65,7 @@ def self_test(backend: Backend) -> str | None:
         os.chmod(folder, 0o755)  # noqa: PTH101 - so that only the sandbox can hide it
         asked = [str(canary), server.getsockname()[1], os.getpid(), sorted(set(os.environ) - _HARMLESS)]
         reports: list[Report] = []
-        job = Job(_BURGLAR.read_text(), "burgle", [wire.encode_plain(asked)], [5.0], 5.0)
+        job = Program(_BURGLAR.read_text(), "burgle", [wire.encode_plain(asked)], [5.0], 5.0)
 
         def receive(report: Report) -> bool:
             reports.append(report)

@@ -35,7 +35,7 @@ class SandboxError(UserError):
 
 
 @dataclass(frozen=True)
-class Job:
+class Program:
     """A program and its inputs. `arguments`: for each call the encoded list of its positional arguments."""
 
     source: str
@@ -81,7 +81,7 @@ class _Over(Exception):  # noqa: N818 - not an error
         self.status, self.detail = status, detail
 
 
-def run(job: Job, backend: Backend, receive: Callable[[Report], bool]) -> End:
+def run(job: Program, backend: Backend, receive: Callable[[Report], bool]) -> End:
     """Run `job`; `receive` gets every report in order and returns whether to continue. Nothing is left running."""
     inside = {"source": job.source, "entry_point": job.entry_point, "arguments": list(job.arguments)}
     message = wire.encode_plain(inside | {"walls": backend.walls(math.ceil(job.cpu_total) + 5)})
@@ -197,7 +197,7 @@ class _Child:
 class _Session:
     """The protocol over the channel."""
 
-    def __init__(self, job: Job, child: _Child, channel: int, receive: Callable[[Report], bool]) -> None:
+    def __init__(self, job: Program, child: _Child, channel: int, receive: Callable[[Report], bool]) -> None:
         self.job, self.child, self.channel, self.receive = job, child, channel, receive
         self.buffer = bytearray()
         self.total = 0

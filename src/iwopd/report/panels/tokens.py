@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from iwopd.report.charts import Panel
 from iwopd.report.gathering import ReportData
-from iwopd.report.packing import DRIFT, STEPS, Packed, TokenTable, pack_rollout
+from iwopd.report.token_columns import DRIFT, STEPS, Packed, TokenTable, pack_rollout
 from iwopd.runs.reading import Run
 
 

@@ -7,6 +7,6 @@ kernels: add 10-20 %. It was never compared with a GPU (there was none).
 
 from iwopd.train.memory.run import RunShape
 from iwopd.train.memory.shapes import ModelShape, ParameterCount
-from iwopd.train.memory.step import GB, StepMemory, Stored, Student, device_memory
+from iwopd.train.memory.step import GB, StepMemory, Stored, TrainedModel, device_memory
 
-__all__ = ["GB", "ModelShape", "ParameterCount", "RunShape", "StepMemory", "Stored", "Student", "device_memory"]
+__all__ = ["GB", "ModelShape", "ParameterCount", "RunShape", "StepMemory", "Stored", "TrainedModel", "device_memory"]

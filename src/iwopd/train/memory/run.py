@@ -12,7 +12,7 @@ from iwopd.config.engines import engine_type
 from iwopd.rollout.local import CACHE_BYTES_CPU
 from iwopd.rollout.settings import VllmSettings
 from iwopd.train.memory.shapes import ModelShape
-from iwopd.train.memory.step import NO_WRITER, StepMemory, Stored, Student, WriterMemory, device_memory
+from iwopd.train.memory.step import NO_WRITER, StepMemory, Stored, TrainedModel, WriterMemory, device_memory
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}
@@ -87,9 +87,9 @@ class RunShape:
         return DTYPE_BYTES[self.vllm.dtype or ("bfloat16" if half else self.config.models.dtype)]
 
     @cached_property
-    def _trained(self) -> Student:
+    def _trained(self) -> TrainedModel:
         lora = self.config.lora
-        return Student(
+        return TrainedModel(
             self.student,
             number_bytes=self.weight_bytes,
             compute_bytes=self.compute_bytes,

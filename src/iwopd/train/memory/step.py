@@ -28,7 +28,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Student:
+class TrainedModel:
     """The trained model: how its weights are stored, computed with and updated."""
 
     shape: ModelShape
@@ -145,7 +145,7 @@ class StepMemory:
 
 
 def device_memory(
-    student: Student,
+    student: TrainedModel,
     micro_batch_tokens: int,
     *,
     teachers: tuple[Stored, ...] = (),
@@ -158,7 +158,7 @@ def device_memory(
 ) -> StepMemory:
     """What one device holds and computes in a step, with so many tokens of the update on it.
 
-    Student, gradients and moments are spread over `shards` devices. Locally the head is fused and autocast computes; verl has
+    Weights, gradients and moments are spread over `shards` devices. Locally the head is fused and autocast computes; verl has
     FSDP and a whole matrix of logits.
     """
     count, compute_bytes = student.shape.count, student.compute_bytes

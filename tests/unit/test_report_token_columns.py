@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from browser.report_runs import rollout
-from iwopd.report.packing import STEPS, ZERO, Packed, TokenTable, pack_rollout
+from iwopd.report.token_columns import STEPS, ZERO, Packed, TokenTable, pack_rollout
 
 
 def unpack(packed: Packed, table: TokenTable) -> dict[str, Any]:
