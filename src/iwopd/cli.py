@@ -27,9 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         code = options.run(options, rest)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("iwopd: interrupted", file=sys.stderr)
         code = 130
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
     except UserError as error:
         print(f"iwopd: {error}", file=sys.stderr)
         code = error.exit_code

@@ -137,7 +137,8 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
             try:
                 found.append(describe(registry[name]))
             except (ImportError, TypeError) as error:
-                found.append({"name": name, "title": name, "error": str(error)})
+                nothing = {"formula": "", "source": "", "params": {}, "needs": []}
+                found.append({"name": name, "title": name, **nothing, "error": str(error)})
         return found
 
     def objective(kind: type[Objective]) -> dict[str, Any]:

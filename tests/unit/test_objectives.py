@@ -122,6 +122,9 @@ def test_the_fused_loss_and_the_one_from_logprobs_are_the_same() -> None:
         ({"correction_threshold": 0.0}, "correction_threshold must be positive"),
         ({"weights": "survival", "params": {"tau": 0.0}}, "tau must be positive"),
         ({"weights": "survival", "params": {"tu": 1.0}}, "did you mean 'tau'"),
+        ({"weights": "survival", "params": {"tau": "x"}}, "weight rule 'survival': tau must be float, got 'x'"),
+        ({"weights": "cumulative-share", "params": {"blend": 3}}, "blend must be bool, got 3"),
+        ({"weights": "cumulative-share", "params": {"total": "half"}}, "total must be 'paper' or 'all', got 'half'"),
         ({"weights": "surviva"}, "did you mean 'survival'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import tomli_w
 
 from browser.report_runs import make_run
 from iwopd.analysis.compare import compare
-from iwopd.config import Config, defaults, flatten, make_config, marked, settings, without
+from iwopd.config import Config, ConfigError, defaults, flatten, load_config, make_config, marked, settings, without
 from iwopd.methods import method_title
 from iwopd.report.gathering import gather
 from iwopd.runs.directory import RunDirectory
@@ -165,3 +166,24 @@ def test_a_damaged_line_stops_a_strict_reader_and_is_noted_by_a_lenient_one(tmp_
     assert len(Run(folder, "run", notes).metrics) == 9  # an unfinished last line is left out, even if it could be read
     assert any("1 of 11 lines" in note.text for note in notes.items)
     assert any("the last line is cut off" in note.text for note in notes.items)
+
+
+def test_the_settings_of_an_older_run_are_read_under_their_new_names(tmp_path: Path) -> None:
+    """Older versions wrote `[vllm]`, and the settings of ExOPD beside every method."""
+    run = RunDirectory(tmp_path / "run")
+    config = make_config({"models": {"world": "clean"}})
+    run.create(config, "data")
+    saved = tomllib.loads((run.path / "config.toml").read_text())
+    del saved["method"]["objective"]
+    saved["method"] |= {"scale": 1.25, "weighting": "reward-scale"}
+    saved["vllm"] = {"memory_share": 0.7, "patience": 30.0, "mismatch_limit": 0.1, "eager": False}
+    (run.path / "config.toml").write_text(tomli_w.dumps(saved))
+    old = run.config()
+    assert (old.engine.vllm.memory_share, old.engine.server.patience, old.rollout.mismatch_limit) == (0.7, 30.0, 0.1)
+    assert old.method == config.method
+    with pytest.raises(ConfigError, match=r"'vllm.memory_share' is called 'engine.vllm.memory_share' now"):
+        load_config(run.path / "config.toml")  # as a recipe it is corrected by hand
+    other = load_config(run.path / "config.toml", {"method.objective": "divergence"}, saved=True)
+    assert other.method.objective == "divergence"
+    with pytest.raises(ConfigError, match="clip is not used by objective 'divergence'"):
+        load_config(run.path / "config.toml", {"method.objective": "divergence", "method.clip": 0.3}, saved=True)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ EVIDENCE = {
 """Everything that a formula can ask for."""
 WEIGHTS = "weights"
 """An advantage can also ask for the token weights: it then applies them itself."""
+TEACHER_DISTRIBUTION = "teacher_distribution"
+"""An objective can also ask for the teacher's whole distributions: its loss then gets the teacher's hidden states."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,12 @@ class Formula:
 
     def check_params(self, params: Mapping[str, object], *more: str) -> None:
         """Refuse parameters that it does not have, and name those that it has."""
-        known = [*self.params, *more]
-        for name in params:
+        known, types = [*self.params, *more], get_type_hints(self.function)
+        for name, value in params.items():
             if name not in known:
                 raise ValueError(f"{self.kind} {self.name!r} has no parameter {name!r}{suggestion(name, known)}")
+            if name in types and not _fits(value, types[name]):
+                raise ValueError(f"{self.kind} {self.name!r}: {name} must be {_in_words(types[name])}, got {value!r}")
 
     def describe(self) -> dict[str, Any]:
         """What `iwopd methods --json` prints of it."""
@@ -122,6 +126,23 @@ class Formula:
         needs = [name for name in self.needs if name not in ("mask", WEIGHTS)]
         about = {"name": self.name, "title": title, "formula": self.formula, "source": self.source}
         return {**about, "params": self.params, "needs": needs}
+
+
+def _fits(value: object, wanted: Any) -> bool:
+    """Whether a value is of an annotated type, as far as settings have types: numbers, words, flags, and choices of them."""
+    if get_origin(wanted) is Literal:
+        return value in get_args(wanted)
+    if get_args(wanted):
+        return any(_fits(value, one) for one in get_args(wanted))
+    if wanted in (float, int):
+        return isinstance(value, (int, float) if wanted is float else int) and not isinstance(value, bool)
+    return isinstance(value, wanted) if isinstance(wanted, type) else True
+
+
+def _in_words(wanted: Any) -> str:
+    if get_origin(wanted) is Literal:
+        return " or ".join(map(repr, get_args(wanted)))
+    return " or ".join(map(_in_words, get_args(wanted))) or getattr(wanted, "__name__", str(wanted))
 
 
 def prepare(needed: Mapping[str, Any]) -> dict[str, Any]:

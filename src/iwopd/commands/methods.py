@@ -28,7 +28,7 @@ def _show(found: dict[str, list[dict[str, Any]]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(emoji=False)
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, highlight=False)

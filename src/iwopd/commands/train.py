@@ -44,7 +44,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     overrides = parse_overrides(rest)
     recipe: Path = options.recipe
     folder: Path | None = options.out
-    if (recipe / "run.json").exists():
+    saved = (recipe / "run.json").exists()
+    if saved:
         if not options.resume:
             raise ConfigError(f"{recipe} is a run directory: continue it with --resume")
         folder, recipe = folder or recipe, recipe / "config.toml"
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     for name in ("nodes", "gpus_per_node"):
         if getattr(options, name) is not None:
             overrides[f"cluster.{name}"] = getattr(options, name)
-    config = load_config(recipe, overrides)
+    config = load_config(recipe, overrides, saved=saved)
     folder = folder or Path("runs") / f"{recipe.stem}-seed{config.seed}"
 
     from iwopd.train.progress import pretraining_progress

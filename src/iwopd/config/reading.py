@@ -29,8 +29,8 @@ KEPT_QUIET = ("url", "urls", "api_key_env")
 """Settings whose wrong values are not repeated: somebody may have put a key there."""
 
 
-def load_config(recipe: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read a TOML recipe, apply dotted overrides (`{"optim.lr": "1e-4"}`), validate."""
+def load_config(recipe: Path | None, overrides: Mapping[str, Any] | None = None, *, saved: bool = False) -> Config:
+    """Read a TOML recipe, apply dotted overrides (`{"optim.lr": "1e-4"}`), validate. `saved`: by a run, maybe an older one."""
     values: dict[str, Any] = {}
     if recipe is not None:
         try:
@@ -41,9 +41,33 @@ def load_config(recipe: Path | None, overrides: Mapping[str, Any] | None = None)
             raise ConfigError(f"{recipe} is not TOML: {error}") from None
         except OSError as error:
             raise ConfigError(f"cannot read {recipe}: {error.strerror}") from None
+    if saved:
+        _upgrade(values, overrides or {})
     for name, value in (overrides or {}).items():
         _set(values, name, value)
     return make_config(values, where=str(recipe) if recipe else "the settings")
+
+
+def _upgrade(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Saved settings as this version writes them: under their new names, and without what the chosen method does not use."""
+    from iwopd.algo.objectives import objective_class
+
+    for old, new in RENAMED.items():
+        section, _, key = old.partition(".")
+        if key in values.get(section, {}):
+            _set(values, new, values[section].pop(key))
+            if not values[section]:
+                del values[section]
+    method = values.get("method", {})
+    chosen = {
+        **method,
+        **{name.removeprefix("method."): value for name, value in overrides.items() if name.startswith("method.")},
+    }
+    try:
+        known = objective_class(chosen).settings(chosen)
+    except (ValueError, ImportError, TypeError):
+        return  # validation says it
+    values["method"] = {name: value for name, value in method.items() if name == "objective" or name in known}
 
 
 def make_config(values: Mapping[str, Any], where: str = "the settings") -> Config:
@@ -129,7 +153,11 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
             near = [siblings[key] for key in difflib.get_close_matches(tail, siblings, n=1, cutoff=0.8)]
             near = near or [key for key in known if key.rpartition(".")[2] == tail]
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else "`iwopd train --help` lists all settings"
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else "`iwopd train --help` lists all settings, `iwopd methods` those of [method]"
+            )
             raise ConfigError(f"{where}: unknown setting {name!r}; {hint}")
 
 
@@ -155,7 +183,7 @@ def _explain(fault: Mapping[str, Any]) -> str:
     given = "" if quiet else f" (given: {json.dumps(value, default=str)})"
     if fault.get("type") == "extra_forbidden":  # inside a list: `_refuse_unknown` sees lists as one value
         known = {field for section in Section.__subclasses__() for field in section.model_fields}
-        near = difflib.get_close_matches(name.rpartition(".")[2], sorted(known), n=1)
+        near = difflib.get_close_matches(name.rpartition(".")[2], sorted(known - {name.rpartition(".")[2]}), n=1, cutoff=0.75)
         message = "there is no such setting" + (f"; did you mean {near[0]!r}?" if near else "")
     return f"{name}: {message}{given}" if name else message
 

@@ -49,6 +49,9 @@ class EvaluationFolder:
         settings, before = about["settings"], old.get("settings", {})
         changed = [f"{k}: {before.get(k)!r} -> {v!r}" for k, v in settings.items() if before.get(k) != v]
         changed += [f"{k}: {old.get(k)!r} -> {about[k]!r}" for k in ("model", "weights") if old.get(k) != about[k]]
+        if changed and not any(self.path.glob("samples-*.jsonl")):  # an engine did not start: nothing is lost
+            self._write()
+            return
         if changed:
             raise EvaluationError(
                 f"{self.path} holds an evaluation with other settings: {'; '.join(changed)}. Choose another folder with --out"

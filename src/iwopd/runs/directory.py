@@ -86,7 +86,7 @@ class RunDirectory:
         return str(self.about().get("engine", "local"))
 
     def config(self) -> Config:
-        return load_config(self.path / "config.toml")
+        return load_config(self.path / "config.toml", saved=True)
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """Add a line to one of the logs, as one write."""

@@ -77,8 +77,12 @@ class Tracker:
 
     def _log(self, step: int, record: Mapping[str, Any]) -> None:
         numbers = {name: float(value) for name, value in record.items() if isinstance(value, (int, float)) and name != "step"}
-        for backend in self.backends:
-            backend.log(step, numbers)
+        for backend in list(self.backends):
+            try:
+                backend.log(step, numbers)
+            except Exception as error:  # the run matters more than who follows it
+                self.backends.remove(backend)
+                self.say(f"the tracker {type(backend).__name__} failed and gets no more numbers: {error!r}")
 
 
 class PlainView:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, get_type_hints
 import torch
 from torch import Tensor
 
-from iwopd.algo.evidence import Evidence
+from iwopd.algo.evidence import TEACHER_DISTRIBUTION, Evidence
 from iwopd.algo.weights import WEIGHT_RULES, WeightRule, rule_weights, supervised_mask
 
 
@@ -160,7 +160,7 @@ class Objective(ABC):
     @property
     def needs_teacher_distribution(self) -> bool:
         """Whether the loss needs the teacher's hidden states, and so a teacher in this process."""
-        return False
+        return TEACHER_DISTRIBUTION in self.needs
 
     @property
     def needs_output_matrix(self) -> str | None:

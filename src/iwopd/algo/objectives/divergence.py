@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from iwopd.algo.evidence import Evidence
+from iwopd.algo.evidence import TEACHER_DISTRIBUTION, Evidence
 from iwopd.algo.logprobs import token_kl
 from iwopd.algo.objectives.base import LossAndMeans, Objective, TokenMeans, TokenStates, TrainingSignal, setting
 
@@ -30,8 +30,9 @@ class Divergence(Objective):
     divergence: Literal["reverse-kl", "forward-kl"] = setting("reverse-kl", "which KL: of the student to the teacher, or back")
 
     @property
-    def needs_teacher_distribution(self) -> bool:
-        return True
+    def needs(self) -> frozenset[str]:
+        """The teacher's distributions; its log-probs of the sampled tokens are for the weights."""
+        return super().needs | {TEACHER_DISTRIBUTION}
 
     @property
     def needs_output_matrix(self) -> str | None:
