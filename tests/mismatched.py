@@ -141,7 +141,7 @@ MISMATCHES: list[tuple[Callable[[Path, dict[str, Any]], None], str, str]] = [
     (short_context, "the teacher has room for", "lower rollout.max_tokens to 11"),
     (not_there, "there is no such folder", "correct models.teacher"),
     (no_prompts, "no usable prompts", "correct the data"),
-    (entropy_of_capped_logits, "which the entropy bonus cannot use", "set method.entropy_coef = 0"),
+    (entropy_of_capped_logits, "which the entropy bonus (method.entropy_coef) cannot use", "leave it out"),
 ]
 """What is wrong, words of the message, words of the remedy."""
 
