@@ -117,7 +117,8 @@ def method_title(section: Mapping[str, Any]) -> str:
             return TITLES[name]
     usual = resolved({name: value for name, value in whole.items() if name in ("objective", "advantage")})
     params = whole.get("params", {})
-    words = [str(whole.get(name)) for name in ("advantage", "weights") if name in whole]
+    words = [str(whole["objective"])] if whole.get("objective", "policy-gradient") != "policy-gradient" else []
+    words += [str(whole.get(name)) for name in ("advantage", "weights") if name in whole]
     words += [f"{name}={value}" for name, value in whole.items() if usual.get(name) != value and name not in _MADE_OF]
     return " ".join(words + [f"{name}={value}" for name, value in (params.items() if isinstance(params, Mapping) else ())])
 

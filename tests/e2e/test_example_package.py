@@ -64,7 +64,7 @@ def folder(iwopd: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_is_listed(iwopd: Run) -> None:
     found = json.loads(iwopd("methods", "--json"))
     names = {kind: [one["name"] for one in found[kind]] for kind in ("objectives", "advantages", "rules")}
-    assert names["objectives"] == ["policy-gradient", "log-prob-matching"]
+    assert names["objectives"] == ["policy-gradient", "divergence", "log-prob-matching"]
     assert "sign" in names["advantages"]
     assert "half-life" in names["rules"]
     for kind in ("objectives", "advantages", "rules"):

@@ -11,6 +11,7 @@ from iwopd import algo
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import OBJECTIVES, PolicyGradient, TokenStates, TrainingSignal, make_objective
 from iwopd.config import ConfigError, make_config
+from iwopd.methods import method_title
 from support import RULES, random_batch
 
 
@@ -147,3 +148,12 @@ def test_every_objective_describes_itself() -> None:
         settings = kind.settings({})
         assert all(one.description for one in settings.values()), settings
     assert PolicyGradient.settings({"advantage": "exopd"})["scale"].default == 1.25
+
+
+def test_a_method_without_a_name_is_called_by_what_it_is_made_of() -> None:
+    assert method_title({}) == "OPD"
+    assert method_title({"weights": "cumulative-share"}) == "IW-OPD"
+    assert method_title({"objective": "divergence", "weights": "survival"}) == "divergence survival"
+    assert method_title({"objective": "divergence", "divergence": "forward-kl"}) == "divergence uniform divergence=forward-kl"
+    assert method_title({"advantage": "exopd", "scale": 1.5, "params": {}}) == "exopd uniform scale=1.5"
+    assert method_title({"objective": "of-a-plug-in-that-is-gone", "weights": "signed"}) == "of-a-plug-in-that-is-gone signed"
