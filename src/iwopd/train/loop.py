@@ -78,7 +78,7 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> Ste
     update = parts.learner.update(scored.batch, columns, seed=config.seed, step=step, forward=scored.forward)
     clock.lap("update")
     if update.skipped and parts.ranks.is_main:
-        dump_skipped(run.path, scored.batch, columns, step)
+        dump_skipped(run.path, scored.batch, {**columns, "weights": signal.weights[scored.batch.mask]}, step)
     metrics = step_metrics(scored, signal, written.rollouts, update, objective.metrics) | mismatch
     skipped = update.skipped > 0
     return StepStats(step, update.loss, update.grad_norm, update.tokens, len(written.rollouts), skipped, clock.laps, metrics)
