@@ -1,0 +1,48 @@
+"""Accelerators by torch's device modules: CUDA, and whatever else registers one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """`values` of the host on `device`, without waiting for the work that it has under way. What comes back from a device must
+    be waited for: there it is `Tensor.to`.
+    """
+    return values.to(device, non_blocking=values.device.type == "cpu")
+
+
+def rng_states() -> dict[str, Tensor]:
+    """The states of the accelerators' random generators, by device: `cuda.0`. Empty without one."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    module: Any = None if kind is None else torch.get_device_module(kind)
+    if kind is None or not hasattr(module, "get_rng_state_all"):  # the generator of a Mac's GPU cannot be set by device
+        return {}
+    return {f"{kind.type}.{number}": state for number, state in enumerate(module.get_rng_state_all())}
+
+
+def set_rng_states(states: Mapping[str, Tensor]) -> None:
+    """Bring back what `rng_states` returned, where the device is here."""
+    for name, state in states.items():
+        kind, _, number = name.partition(".")
+        module: Any = torch.get_device_module(kind)
+        module.set_rng_state(state, int(number))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of an accelerator that new tensors can take: what its driver calls free, and what torch's caching allocator holds
+    without using it. The driver alone counts the latter as taken, so it seems to have less after every call.
+    """
+    module: Any = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def total_bytes(device: torch.device) -> int:
+    """Bytes of an accelerator's memory."""
+    module: Any = torch.get_device_module(device)
+    return int(module.mem_get_info(device)[1])
