@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from iwopd.algo._checks import NonFiniteError, check_all, check_mask, check_tokens
-from iwopd.algo.head import HeadGradients, OutputHead, row_chunks
-from iwopd.algo.loss import CLIP, DUAL_CLIP, PolicyLoss, check_loss_arguments, policy_loss
+from iwopd.algo._checks import Checks, NonFiniteError, check_mask, check_tokens
+from iwopd.algo.head import HeadGradients, OutputHead, Precision, row_chunks
+from iwopd.algo.loss import CLIP, DUAL_CLIP, PolicyLoss, check_loss_arguments, checked_policy_loss
 
 
 def fused_policy_loss(
@@ -32,6 +32,7 @@ def fused_policy_loss(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    precision: Precision = "float32",
 ) -> PolicyLoss:
     """`policy_loss` of `token_logprobs`, without the [T, V] logits and without computing them twice.
 
@@ -42,7 +43,7 @@ def fused_policy_loss(
     """
     check_mask(mask)
     check_loss_arguments(denominator, clip, dual_clip)
-    head = OutputHead.build(hidden, weight, bias, temperature, vocab_size)
+    head = OutputHead.build(hidden, weight, bias, temperature, vocab_size, precision)
     if hidden.shape[:-1] != mask.shape or targets.shape != mask.shape:
         raise ValueError(
             f"hidden {list(hidden.shape)} must be the mask's shape {list(mask.shape)} plus [H], and targets "
@@ -51,22 +52,36 @@ def fused_policy_loss(
     per_token = {"old_logprobs": old_logprobs, "advantages": advantages, "correction": correction}
     per_token["reference_logprobs"] = reference_logprobs if kl_coef else None
     given = {name: values for name, values in per_token.items() if values is not None}
-    check_all(mask, **given)
-    tensors = {name: values[mask].detach().to(head.dtype) for name, values in given.items()}
+    rows = mask.reshape(-1).nonzero().squeeze(1)
+    checks = Checks()
+    for name, values in given.items():
+        checks.tokens(name, values, mask)
+    ids = head.token_ids(targets.reshape(-1)[rows], checks, inside=True)
+    checks.settle()
+    tensors = {name: values.detach().reshape(-1)[rows].to(head.dtype) for name, values in given.items()}
     scalars = {"denominator": denominator, "clip": clip, "dual_clip": dual_clip, "kl_coef": kl_coef}
-    ids = head.check_targets(targets[mask], inside=True)
-    flat, valid_rows = hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1).nonzero().squeeze(1)
-    task = _Task(head, valid_rows, ids, tensors, {**scalars, "entropy_coef": entropy_coef})
-    grad = torch.is_grad_enabled()
-    try:
-        loss, logprobs, entropy = _FusedPolicyLoss.apply(flat, weight, bias, task, grad)  # type: ignore[no-untyped-call]
-    except NonFiniteError:
-        # Name the token whose hidden state is not finite, in the caller's coordinates (chunks have their own).
-        worst = hidden.detach().to(torch.float32).abs().amax(-1) if hidden.shape[-1] else torch.zeros(mask.shape)
-        check_tokens("the hidden state", worst, mask)
-        raise
+    task = _Task(head, rows, ids, tensors, {**scalars, "entropy_coef": entropy_coef})
+    flat, grad = hidden.reshape(-1, hidden.shape[-1]), torch.is_grad_enabled()
+    loss, logprobs, entropy = _FusedPolicyLoss.apply(flat, weight, bias, task, grad)  # type: ignore[no-untyped-call]
+    _check_results(hidden, mask, rows, logprobs, entropy)
     with torch.no_grad():
         return PolicyLoss(loss, task.loss(logprobs, slice(None), entropy).stats)
+
+
+@torch.no_grad()
+def _check_results(hidden: Tensor, mask: Tensor, rows: Tensor, logprobs: Tensor, entropy: Tensor | None) -> None:
+    """Refuse log-probs [N] and entropies [N] that are not numbers, in the caller's coordinates."""
+    checks = Checks()
+    for name, values in (("logprobs", logprobs), ("entropy", entropy)):
+        if values is not None:
+            everywhere = values.new_zeros(mask.numel()).index_copy(0, rows, values)
+            checks.tokens(name, everywhere.reshape(mask.shape), mask)
+    try:
+        checks.settle()
+    except NonFiniteError:  # name the hidden state, if it is the cause
+        worst = hidden.to(torch.float32).abs().amax(-1) if hidden.shape[-1] else hidden.new_zeros(mask.shape)
+        check_tokens("the hidden state", worst, mask)
+        raise
 
 
 @dataclass(frozen=True)
@@ -79,13 +94,13 @@ class _Task:
     targets: Tensor
     """[N]."""
     tensors: dict[str, Tensor]
-    """[N] arguments of `policy_loss`."""
+    """[N] arguments of `policy_loss`, checked."""
     scalars: dict[str, Any]
 
     def loss(self, logprobs: Tensor, rows: slice, entropy: Tensor | None) -> PolicyLoss:
         chunk: dict[str, Any] = {name: values[rows] for name, values in self.tensors.items()}
         mask = torch.ones_like(logprobs, dtype=torch.bool)
-        return policy_loss(logprobs, mask=mask, entropy=entropy, **chunk, **self.scalars)
+        return checked_policy_loss(logprobs, mask=mask, entropy=entropy, **chunk, **self.scalars)
 
 
 class _FusedPolicyLoss(torch.autograd.Function):

@@ -2,8 +2,8 @@
 
 All take hidden states with any leading dimensions `[..., H]` and an output matrix `[V, H]`, work through the tokens in
 chunks (`algo.head`) and recompute a chunk's logits in the backward pass, so a [T, V] tensor never exists. Softmaxes are
-over the full vocabulary, at the sampling `temperature`, in float32 or better. `vocab_size` leaves out the padding rows
-of the matrix: ids at or above it take no probability.
+over the full vocabulary, at the sampling `temperature`, in float32 or better; `precision` is that of the matrix products
+alone. `vocab_size` leaves out the padding rows of the matrix: ids at or above it take no probability.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from iwopd.algo._checks import check_mask, check_tokens, keep
-from iwopd.algo.head import Chunk, HeadGradients, OutputHead, row_chunks
+from iwopd.algo._checks import Checks, check_mask, check_tokens, keep
+from iwopd.algo.head import Chunk, HeadGradients, OutputHead, Precision, row_chunks
 
 LOGPROB_FLOOR = -100.0
 """What a log-prob of -inf on a valid token counts as: bounded, and far below anything a model says by itself."""
@@ -50,24 +50,33 @@ def token_logprobs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    precision: Precision = "float32",
 ) -> Tensor:
     """Log-probs [...] of the given tokens `targets` [...]; differentiable in hidden states, matrix and bias.
 
     A target at or above `vocab_size` has log-prob -inf and no gradient. There is no mask here: padding needs some id that
     exists (0 will do).
     """
-    head = OutputHead.build(hidden, weight, bias, temperature, vocab_size)
+    head = OutputHead.build(hidden, weight, bias, temperature, vocab_size, precision)
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(f"targets have shape {list(targets.shape)}, hidden states {list(hidden.shape)}")
-    ids = head.check_targets(targets).reshape(-1).clone()  # kept for the backward pass
+    checks = Checks()
+    ids = head.token_ids(targets, checks).reshape(-1).clone()  # kept for the backward pass
+    checks.settle()
     return _through_head(hidden, weight, bias, head, _TargetLogprob(ids, len(head.weight)))
 
 
 def token_entropy(
-    hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0, vocab_size: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    precision: Precision = "float32",
 ) -> Tensor:
     """Entropy [...] in nats of the next-token distribution; differentiable."""
-    head = OutputHead.build(hidden, weight, bias, temperature, vocab_size)
+    head = OutputHead.build(hidden, weight, bias, temperature, vocab_size, precision)
     return _through_head(hidden, weight, bias, head, _Entropy())
 
 
@@ -82,6 +91,7 @@ def token_kl(
     teacher_bias: Tensor | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    precision: Precision = "float32",
 ) -> Tensor:
     """Full-vocabulary KL [...] between student and teacher; differentiable in the student, the teacher is detached.
 
@@ -91,8 +101,8 @@ def token_kl(
     """
     if direction not in ("reverse", "forward"):
         raise ValueError(f"direction must be 'reverse' or 'forward', got {direction!r}")
-    head = OutputHead.build(hidden, weight, bias, temperature, vocab_size)
-    teacher = OutputHead.build(teacher_hidden, teacher_weight, teacher_bias, temperature, vocab_size)
+    head = OutputHead.build(hidden, weight, bias, temperature, vocab_size, precision)
+    teacher = OutputHead.build(teacher_hidden, teacher_weight, teacher_bias, temperature, vocab_size, precision)
     if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
         raise ValueError(f"student has tokens {list(hidden.shape[:-1])}, teacher {list(teacher_hidden.shape[:-1])}")
     if len(head.weight) != len(teacher.weight):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from iwopd.algo._checks import check_all, check_tokens, keep
+from iwopd.algo._checks import check_all, keep, on_cpu
 
 CLIP = 0.2
 DUAL_CLIP = 3.0
@@ -70,7 +70,7 @@ class PolicyStats:
         return cls(zero, zero, zero, zero, zero, infinity, -infinity)
 
     def cpu(self) -> PolicyStats:
-        return PolicyStats(**{name: getattr(self, name).cpu() for name in self.__dataclass_fields__})
+        return PolicyStats(**on_cpu(vars(self)))
 
     def as_dict(self) -> dict[str, float]:
         """Plain numbers for a log line; ratios are 1 where there were no tokens."""
@@ -114,7 +114,46 @@ def policy_loss(
     mean `entropy` (from `token_entropy`). Only `logprobs` and `entropy` carry gradients. Any shape; masks may have holes.
     """
     check_loss_arguments(denominator, clip, dual_clip)
-    check_all(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    if kl_coef and reference_logprobs is None:
+        raise ValueError("kl_coef is not 0: reference_logprobs are needed")
+    if entropy_coef and entropy is None:
+        raise ValueError("entropy_coef is not 0: the entropy of each token is needed (algo.token_entropy)")
+    reference_logprobs, entropy = reference_logprobs if kl_coef else None, entropy if entropy_coef else None
+    optional = {"correction": correction, "reference_logprobs": reference_logprobs, "entropy": entropy}
+    given = {name: values for name, values in optional.items() if values is not None}
+    check_all(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, **given)
+    return checked_policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        denominator=denominator,
+        clip=clip,
+        dual_clip=dual_clip,
+        correction=correction,
+        kl_coef=kl_coef,
+        reference_logprobs=reference_logprobs,
+        entropy_coef=entropy_coef,
+        entropy=entropy,
+    )
+
+
+def checked_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    denominator: float | Tensor,
+    clip: float,
+    dual_clip: float | None,
+    correction: Tensor | None = None,
+    kl_coef: float = 0.0,
+    reference_logprobs: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    entropy: Tensor | None = None,
+) -> PolicyLoss:
+    """`policy_loss` of arguments that were checked."""
     # Select before any arithmetic: NaN outside the mask must reach neither the value nor the gradient.
     log_ratio = (keep(logprobs, mask) - keep(old_logprobs, mask).detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
@@ -129,16 +168,10 @@ def policy_loss(
         capped = (advantage < 0) & (per_token > cap)
         per_token = torch.where(advantage < 0, torch.minimum(per_token, cap), per_token)
     if correction is not None:
-        check_tokens("correction", correction, mask)
         per_token = per_token * keep(correction, mask).detach()
-    if kl_coef:
-        if reference_logprobs is None:
-            raise ValueError("kl_coef is not 0: reference_logprobs are needed")
-        per_token = per_token + kl_coef * low_variance_kl(logprobs, reference_logprobs, mask)
-    if entropy_coef:
-        if entropy is None:
-            raise ValueError("entropy_coef is not 0: the entropy of each token is needed (algo.token_entropy)")
-        check_tokens("entropy", entropy, mask)
+    if kl_coef and reference_logprobs is not None:
+        per_token = per_token + kl_coef * _low_variance_kl(logprobs, reference_logprobs, mask)
+    if entropy_coef and entropy is not None:
         per_token = per_token - entropy_coef * keep(entropy, mask)
 
     stats = _statistics(log_ratio, ratio, advantage, mask, clip, capped)
@@ -163,6 +196,10 @@ def _statistics(log_ratio: Tensor, ratio: Tensor, advantage: Tensor, mask: Tenso
 def low_variance_kl(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(student || reference) per token: `exp(d) - 1 - d`, `d = lp_R - lp`, cut at 20 from above."""
     check_all(mask, logprobs=logprobs, reference_logprobs=reference_logprobs)
+    return _low_variance_kl(logprobs, reference_logprobs, mask)
+
+
+def _low_variance_kl(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
     difference = (keep(reference_logprobs, mask).detach() - keep(logprobs, mask)).clamp(max=LOG_RATIO_LIMIT)
     return torch.expm1(difference) - difference
 
