@@ -18,10 +18,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from iwopd.packing import packed_attention
+from iwopd.rope import follows_batch
 
 MODELS = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
-ROPE_TYPES = ("default", "linear", "llama3")
-"""Rotary embeddings that depend on the position alone (others also depend on the length of the batch)."""
 COPY_BYTES = 2**28
 """For products with few rows, weights are copied into one transposed matrix per projection, which halves their time on a CPU,
 up to this many bytes per model. Larger weights are used in place: they gain nothing, and the copies would not fit."""
@@ -43,10 +42,9 @@ def lean_obstacle(model: nn.Module) -> str | None:
         return "the weights are quantised"
     if any(layer != "full_attention" for layer in getattr(config, "layer_types", None) or ()):
         return "some layers have a sliding window"
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        return f"rotary embeddings of type {rope_type!r}"
+    whole: Any = model
+    if follows_batch(rope_type := whole.model.rotary_emb.rope_type):
+        return f"rotary embeddings of type {rope_type!r}, whose frequencies follow the batch"
     if config.hidden_act not in ("silu", "swish"):
         return f"activation {config.hidden_act!r}"
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
@@ -109,6 +107,8 @@ class _Projection:
     """Output size of each of the linear layers that it combines."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is not None and self.matrices[0].itemsize == 2:
+            return residual + self(x)  # rounded in between, as the model itself does
         outputs = self._outputs(x, residual)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
@@ -118,6 +118,7 @@ class _Projection:
 
     def _outputs(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         outputs = []
+        x = x.to(self.matrices[0].dtype)
         for matrix, bias in zip(self.matrices, self.biases, strict=True):
             addend = residual if bias is None else bias if residual is None else residual + bias
             outputs.append(_product(x, matrix, addend))
@@ -148,8 +149,20 @@ class _Layer:
 class LeanModel:
     """The weights of a model that has no `lean_obstacle`."""
 
-    def __init__(self, model: nn.Module, vocab_size: int | None = None, *, width: int, few_rows: bool) -> None:
-        """`width` is the number of positions; `few_rows` lays out the matrices for one token per sequence."""
+    def __init__(
+        self,
+        model: nn.Module,
+        vocab_size: int | None = None,
+        *,
+        width: int,
+        few_rows: bool,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Read the weights.
+
+        width: number of positions. few_rows: lay out the matrices for one token per sequence.
+        dtype: multiply and attend in this half precision, as autocast does; what layers add up and the head stay as they are.
+        """
         whole: Any = model
         body = whole.model
         attention = body.layers[0].self_attn
@@ -161,11 +174,14 @@ class LeanModel:
         self.eps_tensor = torch.tensor(self.eps)
         self.embedding: Tensor = body.embed_tokens.weight.detach()
         self.norm: Tensor = body.norm.weight.detach()
+        self.dtype: torch.dtype = dtype or self.embedding.dtype
+        """Of matrix products, queries, keys and values."""
         copies = few_rows and _matrix_bytes(model) <= COPY_BYTES
-        plain = self.embedding.dtype == torch.float32 and self.embedding.device.type == "cpu"
+        plain = self.dtype == torch.float32 and self.embedding.device.type == "cpu"
         blocks = BLOCKS if few_rows and plain and 1 < torch.get_num_threads() <= BLOCKS else 1
-        self.layers = [_read_layer(layer, self.heads, self.kv_heads, copies, blocks) for layer in body.layers]
-        self.head = _read_projection([whole.lm_head], copies, blocks, vocab_size)
+        read = _Reader(self.dtype, copies, blocks)
+        self.layers = [read.layer(layer, self.heads, self.kv_heads) for layer in body.layers]
+        self.head = _Reader(self.embedding.dtype, copies, blocks).projection([whole.lm_head], vocab_size)
         cos, sin = body.rotary_emb(self.embedding[:1], torch.arange(width, device=self.embedding.device)[None])
         sign = torch.ones_like(sin)
         sign[..., : self.head_dim // 2] = -1
@@ -183,7 +199,8 @@ class LeanModel:
             qk, value = qkv[:, :both], qkv[:, both:]
             if layer.qk_norm is not None:
                 qk = self._norm(qk, layer.qk_norm)
-            qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
+            turned = qk.roll(self.head_dim // 2, -1)
+            qk = torch.addcmul(qk * cos, turned, sin) if self.dtype.itemsize > 2 else (qk * cos + turned * sin).to(self.dtype)
             mixed = attend(index, qk[:, : self.heads], qk[:, self.heads :], value)
             if keep is not None and index == len(self.layers) - 1:  # no attention follows, so the others are not needed
                 mixed, hidden = mixed[keep], hidden[keep]
@@ -210,34 +227,43 @@ class LeanModel:
         return torch.addcmul(self.eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_().mul(x).mul_(weight)
 
 
-def _read_layer(layer: Any, heads: int, kv_heads: int, copies: bool, blocks: int) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    qk_norm = None
-    if hasattr(attention, "q_norm"):
-        query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
-        qk_norm = torch.cat((query.expand(heads, -1), key.expand(kv_heads, -1)))
-    return _Layer(
-        attention_norm=layer.input_layernorm.weight.detach(),
-        qkv=_read_projection([attention.q_proj, attention.k_proj, attention.v_proj], copies, blocks),
-        qk_norm=qk_norm,
-        output=_read_projection([attention.o_proj], copies, blocks),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=_read_projection([mlp.gate_proj, mlp.up_proj], copies, blocks),
-        down=_read_projection([mlp.down_proj], copies, blocks),
-    )
+@dataclass(frozen=True)
+class _Reader:
+    """How weights are laid out."""
 
+    dtype: torch.dtype
+    """Of the matrices."""
+    copies: bool
+    """Whether each projection is one contiguous copy."""
+    blocks: int
 
-def _read_projection(linears: list[nn.Linear], copies: bool, blocks: int, rows: int | None = None) -> _Projection:
-    """The weights of these layers: one contiguous copy, or views. `rows` drops the rows of ids that do not exist."""
-    weights = [_weight(linear)[:rows] for linear in linears]
-    biases = tuple(None if linear.bias is None else linear.bias.detach()[:rows] for linear in linears)
-    sizes = tuple(len(weight) for weight in weights)
-    if not copies:
-        return _Projection(tuple(_columns(weight, blocks) for weight in weights), biases, sizes)
-    bias = None
-    if any(b is not None for b in biases):
-        bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
-    return _Projection((_columns(torch.cat(weights), blocks).contiguous(),), (bias,), sizes)
+    def layer(self, layer: Any, heads: int, kv_heads: int) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qk_norm = None
+        if hasattr(attention, "q_norm"):
+            query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            qk_norm = torch.cat((query.expand(heads, -1), key.expand(kv_heads, -1)))
+        return _Layer(
+            attention_norm=layer.input_layernorm.weight.detach(),
+            qkv=self.projection([attention.q_proj, attention.k_proj, attention.v_proj]),
+            qk_norm=qk_norm,
+            output=self.projection([attention.o_proj]),
+            mlp_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=self.projection([mlp.gate_proj, mlp.up_proj]),
+            down=self.projection([mlp.down_proj]),
+        )
+
+    def projection(self, linears: list[nn.Linear], rows: int | None = None) -> _Projection:
+        """The weights of these layers: one contiguous copy, or views. `rows` drops the rows of ids that do not exist."""
+        weights = [_weight(linear)[:rows].to(self.dtype) for linear in linears]
+        biases = [None if linear.bias is None else linear.bias.detach()[:rows].to(self.dtype) for linear in linears]
+        sizes = tuple(len(weight) for weight in weights)
+        if not self.copies:
+            return _Projection(tuple(_columns(weight, self.blocks) for weight in weights), tuple(biases), sizes)
+        bias = None
+        if any(b is not None for b in biases):
+            bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
+        return _Projection((_columns(torch.cat(weights), self.blocks).contiguous(),), (bias,), sizes)
 
 
 def _columns(weight: Tensor, blocks: int) -> Tensor:

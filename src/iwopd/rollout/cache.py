@@ -1,4 +1,4 @@
-"""A cache layer with room to grow, for the model's own forward. Imports transformers, so it is itself imported late."""
+"""A cache layer of fixed size for the model's own forward. Imports transformers, so it is itself imported late."""
 
 from __future__ import annotations
 
@@ -8,70 +8,60 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-FIRST_COLUMNS = 64
-"""Columns that are allocated ahead at first; grows by half."""
-
 
 class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """`DynamicLayer` copies the whole cache at every token; this one writes the token into space left free on the right.
+    """`DynamicLayer` copies the whole cache at every token; this one writes the token into a place of tensors that stay.
 
-    Rows leave by having the last ones moved into their places, columns that only hold padding by moving `first`. What a
-    model sees (`keys`, `values`: [n, heads, W, D]) are views.
+    Which place, a `store.Store` says. What a model sees (`keys`, `values`: [n, heads, W, D]) are views.
     """
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, key: Tensor, value: Tensor, rows: int, columns: int) -> None:
+        """Room for `rows` x `columns` tokens like the one of `key` and `value`, [1, heads, 1, D]."""
         super().__init__()
-        self.dtype, self.device = keys.dtype, keys.device
+        self.device = key.device
+        self.dtype = key.dtype
+        # Attention would round keys and values to autocast's dtype anyway; so they take half the room.
+        if torch.is_autocast_enabled(self.device.type):
+            self.dtype = torch.get_autocast_dtype(self.device.type)
         self.is_initialized = True
-        self._show((keys, values), len(keys), 0, keys.shape[2])
+        self.tensors = [like.new_empty(rows, like.shape[1], columns, like.shape[3], dtype=self.dtype) for like in (key, value)]
+        self.show(slice(0, 0), slice(0, 0))
 
-    def _show(self, buffers: tuple[Tensor, Tensor], rows: int, first: int, last: int) -> None:
-        self.buffers, self.rows, self.first, self.last = buffers, rows, first, last
-        self.keys, self.values = (buffer[:rows, :, first:last] for buffer in buffers)
+    def show(self, rows: slice, used: slice) -> None:
+        """The next pass adds tokens to these rows, after these columns."""
+        self._rows, self._used = rows, used
+        self._source: Tensor | None = None
+        self.keys, self.values = (tensor[rows, :, used] for tensor in self.tensors)
+
+    def read(self, rows: slice, columns: slice, source: Tensor) -> None:
+        """The next pass reads prompts, which see nothing but themselves; row j of `rows` keeps prompt `source[j]`."""
+        self.show(rows, slice(columns.start, columns.start))
+        self._source = source
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append the keys and values of new tokens, [n, heads, tokens, D]."""
-        new = key_states.shape[2]
-        if self.last + new > self.buffers[0].shape[2]:
-            width = self.last - self.first
-            room = (0, 0, 0, new + max(FIRST_COLUMNS, width // 2))
-            grown = (torch.nn.functional.pad(self.keys, room), torch.nn.functional.pad(self.values, room))
-            self._show(grown, self.rows, 0, width)
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[: self.rows, :, self.last : self.last + new] = states
-        self._show(self.buffers, self.rows, self.first, self.last + new)
-        return self.keys, self.values
+        begin, end = self._used.stop, self._used.stop + key_states.shape[2]
+        for tensor, states in zip(self.tensors, (key_states, value_states), strict=True):
+            tensor[self._rows, :, begin:end] = states if self._source is None else states[self._source.to(states.device)]
+        source = self._source
+        self.show(self._rows, slice(self._used.start, end))
+        return (self.keys, self.values) if source is None else (key_states, value_states)
 
-    def select(self, moved: Tensor, origin: Tensor, rows: int) -> None:
-        """Move rows `origin` to the places `moved`, then keep the first `rows`."""
-        if len(moved):
-            for values in (self.keys, self.values):
-                values[moved] = values[origin]
-        self._show(self.buffers, rows, self.first, self.last)
-
-    def trim(self, unused: int) -> None:
-        self._show(self.buffers, self.rows, self.first + unused, self.last)
-
-    def join(self, other: RoomyLayer) -> None:
-        """Append the rows of `other`, aligned on the right."""
-        width = max(self.keys.shape[2], other.keys.shape[2])
-        pairs = ((self.keys, other.keys), (self.values, other.values))
-        keys, values = (torch.cat((_widen(old, width), _widen(new, width))) for old, new in pairs)
-        self._show((keys, values), len(keys), 0, width)
+    def get_seq_length(self) -> int:
+        return int(self._used.stop - self._used.start)
 
 
-def make_roomy(cache: Any) -> bool:
-    """Replace the layers of a plain `DynamicCache`; leave others (sliding windows, recurrent states) alone and return False."""
-    layers = getattr(cache, "layers", None)
-    if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
-        return False
-    cache.layers = [RoomyLayer(layer.keys, layer.values) for layer in layers]
-    return True
+def cached_tokens(cache: Any) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values [1, heads, 1, D] of each layer that has them, after a pass over one token."""
+    layers = getattr(cache, "layers", None) or ()
+    pairs = ((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers)
+    return [(key, value) for key, value in pairs if isinstance(key, Tensor) and isinstance(value, Tensor)]
 
 
-def _widen(values: Tensor, width: int) -> Tensor:
-    """`values` [n, heads, W, D] with empty columns on the left; masked later, but they must be finite."""
-    return torch.nn.functional.pad(values, (0, 0, width - values.shape[2], 0))
+def is_plain(cache: Any) -> bool:
+    """Whether it is nothing but `DynamicLayer`s: no sliding windows, no recurrent states."""
+    layers = getattr(cache, "layers", None) or ()
+    return bool(layers) and all(type(layer) is DynamicLayer and layer.keys is not None for layer in layers)

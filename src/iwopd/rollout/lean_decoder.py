@@ -9,10 +9,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from iwopd.devices import upload
 from iwopd.lean_model import LeanModel
+from iwopd.rollout.head import head_logits
+from iwopd.rollout.store import Store
 
-FIRST_COLUMNS = 128
-"""Columns of cache beyond the prompt that are allocated at first; grows by half."""
+TENSOR_BYTES = 2**28
+"""Layers share a tensor of the cache up to this size: views of all of them are then made at once. Larger caches have a tensor
+for each layer, which an accelerator's allocator places more easily than one that is half of its memory."""
 
 
 class LeanDecoder:
@@ -20,120 +24,107 @@ class LeanDecoder:
 
     joins: bool = True
 
-    def __init__(self, model: nn.Module, vocab_size: int | None = None, *, rows: int, width: int) -> None:
-        """Room for `rows` rows of at most `width` tokens, prompt included."""
-        self.model = LeanModel(model, vocab_size, width=width, few_rows=True)
-        self.rows = rows
-        weight = self.model.embedding
-        self.device = weight.device
-        # Rows that joined late end further right: a quarter more room means that moving them all left is seldom needed.
-        self.most_columns = width + width // 4 + 16
-        self.keys = weight.new_empty(0)  # [L, rows, K, C, D]
-        self.values = self.keys
-        self.bias = weight.new_empty(0, 0)  # [rows, C] 0 on real tokens, -inf on padding
-        self.clear()
+    def __init__(
+        self, model: nn.Module, vocab_size: int | None = None, *, width: int, dtype: torch.dtype | None = None
+    ) -> None:
+        """`width`: most tokens of a row, prompt included. `dtype`: multiply and cache in this half precision, like autocast."""
+        self.model = LeanModel(model, vocab_size, width=width, few_rows=True, dtype=dtype)
+        self.device = self.model.embedding.device
+        self.reserve(0, 0)
+
+    @property
+    def token_bytes(self) -> dict[torch.device, int]:
+        layer = 2 * self.model.kv_heads * self.model.head_dim * self.model.dtype.itemsize
+        # One layer more for what attention may make of a layer's keys and values; the bias, and the mask it is made from.
+        return {self.device: layer * (len(self.model.layers) + 1) + self.model.dtype.itemsize + 1}
+
+    def reserve(self, rows: int, columns: int) -> None:
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=self.model.dtype, device=self.device)
+
+        layers, heads, size = len(self.model.layers), self.model.kv_heads, self.model.head_dim
+        together = max(1, TENSOR_BYTES // max(1, rows * heads * columns * size * self.model.dtype.itemsize))
+        counts = [min(together, layers - start) for start in range(0, layers, together)]
+        self.keys = [empty(count, rows, heads, columns, size) for count in counts]
+        self.values = [empty(count, rows, heads, columns, size) for count in counts]
+        self.bias = empty(rows, columns)  # 0 on real tokens, -inf on padding
+        self.store = Store([*self.keys, *self.values])
+        self._note_starts()
 
     def clear(self) -> None:
-        self.count = self.columns = 0
-        self.starts = torch.empty(0, dtype=torch.long)  # [n] first column of each row, on the CPU
-        self.positions = torch.empty(0, dtype=torch.long, device=self.device)  # [n] of the next token
+        self.store.clear()
         self._note_starts()
 
     def admit(self, ids: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-        (prompts, length), newcomers = ids.shape, len(source)
-        if self.count + newcomers > self.rows:
-            raise ValueError(f"no room for {newcomers} more rows beside {self.count}: the decoder was built for {self.rows}")
-        if self.count == 0:
-            self.columns = length
-        elif length > self.columns:
-            raise ValueError(f"a prompt of {length} tokens cannot join rows of {self.columns}; admit long prompts first")
-        self._reserve(self.columns)
-        rows, columns = slice(self.count, self.count + newcomers), slice(self.columns - length, self.columns)
+        prompts, length = ids.shape
+        rows, columns = self.store.join(length, mask.sum(1)[source].tolist())
+        ids, mask, source = (upload(x, self.device) for x in (ids, mask, source))
+        keys, values = (self._layers(tensors, rows, columns) for tensors in (self.keys, self.values))
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        seen = mask[:, None, None, :] & torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
-        # Padding looks at itself: a row that sees nothing would be NaN, and NaN times a weight of 0 is still NaN.
-        seen = seen | torch.eye(length, dtype=torch.bool, device=ids.device)
-
         last = torch.arange(1, prompts + 1, device=ids.device) * length - 1
-        gqa = self.model.heads != self.model.kv_heads
+        seen = None  # a single prompt has no padding
+        if prompts > 1:
+            seen = mask[:, None, None, :] & torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+            # Padding looks at itself: a row that sees nothing would be NaN, and NaN times a weight of 0 is still NaN.
+            seen.diagonal(dim1=-2, dim2=-1).fill_(True)
+        groups = self.model.heads // self.model.kv_heads
+        on_cpu = ids.device.type == "cpu"
 
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query, key, value = (x.unflatten(0, (prompts, length)).transpose(1, 2) for x in (query, key, value))
-            self.keys[index, rows, :, columns] = key[source]
-            self.values[index, rows, :, columns] = value[source]
-            output = F.scaled_dot_product_attention(query, key, value, seen, scale=self.model.scale, enable_gqa=gqa)
+            keys[index].copy_(key[source])
+            values[index].copy_(value[source])
+            if not on_cpu:  # no fused kernel of an accelerator takes grouped heads together with a mask
+                key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            output = F.scaled_dot_product_attention(
+                query, key, value, seen, is_causal=seen is None, scale=self.model.scale, enable_gqa=on_cpu and groups > 1
+            )
             return output.transpose(1, 2).reshape(prompts * length, -1)
 
         hidden = self.model.states(ids.flatten(), positions.flatten(), attend, last)
-        self.count += newcomers
-        starts = self.columns - mask.sum(1)
-        self.starts = torch.cat((self.starts, starts[source].cpu()))
-        self.positions = torch.cat((self.positions, (positions[:, -1] + 1)[source]))
         self._note_starts()
-        return self.model.head(hidden)[source]
+        return self._logits(hidden)[source]
 
     def step(self, ids: Tensor) -> Tensor:
-        self._reserve(self.columns + 1)
-        count, last = self.count, self.columns
-        used = slice(self.first, last + 1)
+        left = self.store.first
+        last = self.store.advance()
+        if self.store.first != left:
+            self._note_starts()
+        count, used = len(self.store), self.store.used
+        rows = slice(0, count)
         bias = self.bias[:count, None, None, used] if self.padded else None
         # Views of all layers at once: made in every layer, they would take a tenth of a small model's step.
-        keys, values = self.keys[:, :count, :, used].unbind(), self.values[:, :count, :, used].unbind()
-        new_key, new_value = self.keys[:, :count, :, last].unbind(), self.values[:, :count, :, last].unbind()
+        keys, values = self._layers(self.keys, rows, used), self._layers(self.values, rows, used)
+        new_keys, new_values = self._layers(self.keys, rows, last), self._layers(self.values, rows, last)
 
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            new_key[index].copy_(key)
-            new_value[index].copy_(value)
+            new_keys[index].copy_(key)
+            new_values[index].copy_(value)
             # The query heads that share a key head stand side by side: as if they were queries of that head.
             grouped = query.view(count, self.model.kv_heads, -1, self.model.head_dim)
             output = F.scaled_dot_product_attention(grouped, keys[index], values[index], bias, scale=self.model.scale)
             return output.reshape(count, -1)
 
-        hidden = self.model.states(ids, self.positions, attend)
-        self.columns, self.positions = self.columns + 1, self.positions + 1
-        return self.model.head(hidden)
+        return self._logits(self.model.states(ids, last - self.starts, attend))
 
     def select(self, order: Tensor) -> None:
-        moved = (order != torch.arange(len(order), device=order.device)).nonzero().squeeze(1)
-        if len(moved):
-            origin = order[moved]
-            for cache in (self.keys, self.values):
-                cache[:, moved] = cache[:, origin]
-        self.count = len(order)
-        self.starts, self.positions = self.starts[order.cpu()], self.positions[order]
+        self.store.select(order.tolist())
         self._note_starts()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[N, V] of last hidden states [N, H]."""
+        matrix, bias = self.model.head.matrices[0], self.model.head.biases[0]
+        return self.model.head(hidden) if matrix.itemsize > 2 else head_logits(hidden, matrix.t(), bias)
+
+    @staticmethod
+    def _layers(tensors: list[Tensor], rows: slice, columns: slice | int) -> list[Tensor]:
+        """A view of each layer."""
+        return [layer for tensor in tensors for layer in tensor[:, rows, :, columns].unbind()]
 
     def _note_starts(self) -> None:
-        """Refresh what follows from `starts`: the first column in use, whether there is padding, and the bias that hides it."""
-        self.first = int(self.starts.min()) if self.count else 0
-        self.padded = bool(self.count) and int(self.starts.max()) > self.first
+        """Refresh what follows from where rows start."""
+        self.starts = upload(torch.tensor(self.store.starts, dtype=torch.long), self.device)  # [n]
+        self.padded = self.store.padded
         if self.padded:
-            columns = torch.arange(self.bias.shape[1], device=self.bias.device)
-            hidden = columns < self.starts.to(self.bias.device)[:, None]
-            self.bias[: self.count] = torch.zeros_like(self.bias[: self.count]).masked_fill_(hidden, float("-inf"))
-
-    def _reserve(self, columns: int) -> None:
-        """Make the cache hold `columns` columns: by moving the rows to its left end, or by allocating a larger one."""
-        have = self.bias.shape[-1]
-        if columns <= have:
-            return
-        if self.count and (self.first >= have // 4 or have >= self.most_columns):
-            self._shift()
-            return
-        size = max(columns, min(have * 3 // 2 if have else columns + FIRST_COLUMNS, self.most_columns))
-        shape = (len(self.model.layers), self.rows, self.model.kv_heads, size, self.model.head_dim)
-        # Zeros, because what no row has written is multiplied by 0 and must be finite.
-        keys, values = self.model.embedding.new_zeros(shape), self.model.embedding.new_zeros(shape)
-        if have:
-            keys[:, :, :, :have], values[:, :, :, :have] = self.keys, self.values
-        self.keys, self.values = keys, values
-        self.bias = self.model.embedding.new_zeros(self.rows, size)
-        self._note_starts()
-
-    def _shift(self) -> None:
-        for cache in (self.keys, self.values):
-            used = cache[:, : self.count, :, self.first : self.columns].clone()
-            cache[:, : self.count, :, : self.columns - self.first] = used
-        self.columns -= self.first
-        self.starts = self.starts - self.first
-        self._note_starts()
+            hidden = torch.arange(self.bias.shape[1], device=self.device) < self.starts[:, None]
+            self.bias[: len(hidden)].zero_().masked_fill_(hidden, float("-inf"))

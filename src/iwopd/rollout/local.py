@@ -8,31 +8,40 @@ rounding of logits, which seldom moves a draw: the tests demand 99.9 % equal rol
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from iwopd.devices import free_bytes, upload
 from iwopd.lean_model import lean_obstacle
-from iwopd.model_facts import context_length, text_config
+from iwopd.model_facts import context_length
 from iwopd.modes import eval_mode
-from iwopd.rollout.decoding import Decoder, ModelDecoder
+from iwopd.rollout.decoding import Decoder, model_decoder
 from iwopd.rollout.engine import Engine
+from iwopd.rollout.head import scorers_head
 from iwopd.rollout.lean_decoder import LeanDecoder
 from iwopd.rollout.noise import stream_key, uniforms
 from iwopd.rollout.sampler import UNLIMITED, Listener, Sampler
 from iwopd.rollout.sampling import SamplingSettings, choose
+from iwopd.rollout.store import slack
 from iwopd.types import Prompt, Rollout
 
 Path = Literal["auto", "lean", "model"]
 
 CACHE_BYTES_CPU = 2**31
-"""Key/value cache on a CPU: 2 GB. On a CUDA device: half of the memory that is free when a call starts."""
+"""Key/value cache on a CPU, and what steps make in proportion to it: 2 GB."""
+CACHE_SHARE = 0.5
+"""The same on an accelerator: this share of what is free when a call starts. The other half is for reading prompts, for the
+logits of all rows, for whoever scores finished rollouts meanwhile, and for what the allocator cannot piece together."""
 PREFILL_TOKENS = 2**14
-"""Prompt tokens, padding included, that are read at a time."""
+PREFILL_SHARE = 1 / 16
+MASK_ELEMENTS = 2**26
+"""Prompt tokens, padding included, that are read at a time; the same as a share of the tokens that the cache holds; and
+elements of the mask of prompts that are read together. One prompt is always read, of any length, and needs no mask."""
 REFILL_SHARE = 1 / 8
 """Waiting prompts come in when this share of the batch is free: reading them one by one would cost a pass each."""
 TELLINGS = 16
@@ -47,9 +56,14 @@ class LocalEngine(Engine):
     exact = several_ranks = restricts = True
     weights = "student"
 
+    @property
+    def dtype(self) -> str:
+        return self.student.computes or self.student.dtype
+
     def sampler(self, settings: SamplingSettings) -> LocalSampler:
         student = self.student
-        return LocalSampler(student.model, settings, pad_id=student.pad_id, vocab_size=student.vocab_size)
+        rounded = None if self.dtype == student.dtype else self.dtype
+        return LocalSampler(student.model, settings, pad_id=student.pad_id, vocab_size=student.vocab_size, dtype=rounded)
 
 
 class LocalSampler(Sampler):
@@ -64,6 +78,7 @@ class LocalSampler(Sampler):
         vocab_size: int | None = None,
         path: Path = "auto",
         cache_tokens: int | None = None,
+        dtype: str | None = None,
     ) -> None:
         """Sample from `model`.
 
@@ -71,6 +86,8 @@ class LocalSampler(Sampler):
         vocab_size: ids from here on do not exist (padding rows of the output matrix); by default all rows do.
         path: `lean` insists on the lean path, `model` on the model's own forward, `auto` takes the lean one where it can.
         cache_tokens: rows x tokens (prompt and answer) under way at a time; by default what fits in memory.
+        dtype: half precision in which autocast runs the model where it is scored and trained, so that it writes as the same
+        policy; None: as its weights are.
         """
         if path not in ("auto", "lean", "model"):
             raise ValueError(f"path must be 'auto', 'lean' or 'model', got {path!r}")
@@ -78,6 +95,7 @@ class LocalSampler(Sampler):
             raise ValueError(f"cache_tokens must be >= 1, got {cache_tokens}")
         self.model: Any = model
         self.settings, self.path, self.cache_tokens = settings, path, cache_tokens
+        self.half: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         self.rows = len(self._embedding)
         if vocab_size is not None and not 0 < vocab_size <= self.rows:
             raise ValueError(f"vocab_size is {vocab_size}, the model has {self.rows} ids")
@@ -93,8 +111,7 @@ class LocalSampler(Sampler):
         rollouts: dict[int, Rollout] = {}
         at_once = len(plan) if finished is None else max(1, len(plan) // TELLINGS)
         obstacle = self._lean_obstacle()
-        # Inference mode makes small operations a tenth faster than no_grad; what a model keeps of it could not be trained on.
-        with eval_mode(self.model), torch.inference_mode() if obstacle is None else torch.no_grad():
+        with eval_mode(self.model), self._context(lean=obstacle is None):
             decoder, rows = self._decoder(plan, lean=obstacle is None)
             run = _Run(decoder, self.settings, plan, self.pad_id, rows, self._embedding.device)
             for row, tokens, logprobs in run.finish(at_once):
@@ -102,9 +119,26 @@ class LocalSampler(Sampler):
                 prompt, sample = divmod(row, samples)
                 rollouts[row] = Rollout(prompts[prompt], tokens, logprobs, "eos" if ended else "length", sample)
                 if finished is not None:
-                    with torch.inference_mode(False), torch.no_grad():  # what a listener computes may be trained on
+                    with self._outside():
                         finished(row, rollouts[row])
         return [rollouts[row] for row in range(len(plan))]
+
+    @contextmanager
+    def _context(self, *, lean: bool) -> Iterator[None]:
+        """In which the model writes."""
+        if lean:  # inference mode makes small operations a tenth faster than no_grad
+            with torch.inference_mode():
+                yield
+        else:  # what a model keeps of inference mode could not be trained on
+            kind = self._embedding.device.type
+            with torch.no_grad(), torch.autocast(kind, self.half, enabled=self.half is not None), scorers_head(self.model):
+                yield
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """For a listener in the midst of it: what it computes has its own precision, and may be trained on."""
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._embedding.device.type, enabled=False):
+            yield
 
     @property
     def _embedding(self) -> Tensor:
@@ -127,21 +161,24 @@ class LocalSampler(Sampler):
 
     def _decoder(self, plan: _Plan, *, lean: bool) -> tuple[Decoder, int]:
         """A decoder over the weights of this moment, and how many rows may be under way."""
-        budget = self.cache_tokens if self.cache_tokens is not None else self._affordable_tokens()
-        rows = min(len(plan), max(1, budget // plan.width))
+        decoder: Decoder
         if lean:
-            return LeanDecoder(self.model, self.vocab_size, rows=rows, width=plan.width), rows
-        return ModelDecoder(self.model, self.vocab_size), rows
+            decoder = LeanDecoder(self.model, self.vocab_size, width=plan.width, dtype=self.half)
+        else:
+            decoder = model_decoder(self.model, self.vocab_size)
+        tokens = self.cache_tokens
+        if tokens is None:
+            tokens = min((cache_bytes(device) // size for device, size in decoder.token_bytes.items()), default=UNLIMITED)
+        rows, columns = plan.settle(tokens)
+        decoder.reserve(rows, columns)
+        return decoder, rows
 
-    def _affordable_tokens(self) -> int:
-        config = text_config(self.model.config)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        weight = next(self.model.parameters())
-        token_bytes = 2 * config.num_hidden_layers * heads * size * weight.element_size()
-        on_gpu = weight.device.type == "cuda"
-        available = torch.cuda.mem_get_info(weight.device)[0] // 2 if on_gpu else CACHE_BYTES_CPU
-        return max(1, available // int(token_bytes))
+
+def cache_bytes(device: torch.device) -> int:
+    """What the key/value cache may take there at this moment."""
+    if device.type == "cpu" or not hasattr(torch.get_device_module(device), "mem_get_info"):
+        return CACHE_BYTES_CPU
+    return int(CACHE_SHARE * free_bytes(device))
 
 
 class _Plan:
@@ -159,14 +196,26 @@ class _Plan:
         # joins. All samples of a prompt stand together.
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].token_ids))
         self.queue = [prompt * samples + sample for prompt in order for sample in range(samples)]
+        self.reading = PREFILL_TOKENS
+
+    def settle(self, tokens: int) -> tuple[int, int]:
+        """Most rows under way, and the columns that they need, in a cache for so many tokens; one row is always allowed."""
+        self.reading = min(PREFILL_TOKENS, max(1, int(PREFILL_SHARE * tokens)))
+        together = max(map(len, self.prompts)) + int(self.limits.max())
+        if len(self) * together <= tokens:
+            return len(self), together
+        columns = self.width + slack(self.width)
+        rows = min(len(self), tokens // columns)
+        return (rows, columns) if rows > 1 else (1, self.width)
 
     def __len__(self) -> int:
         return len(self.limits)
 
     def take(self, room: int) -> list[int]:
-        """The next rows of the queue: at most `room`, with at most `PREFILL_TOKENS` of prompt (one prompt at least)."""
+        """The next rows of the queue: at most `room`, with no more prompts than are read at a time (one at least)."""
         prompts = list(dict.fromkeys(row // self.samples for row in self.queue[:room]))
-        most_prompts = max(1, PREFILL_TOKENS // len(self.prompts[prompts[0]]))
+        longest = len(self.prompts[prompts[0]])
+        most_prompts = max(1, min(self.reading // longest, MASK_ELEMENTS // longest**2))
         fitting = set(prompts[:most_prompts])
         count = sum(row // self.samples in fitting for row in self.queue[:room])  # a prompt's rows stand together
         taken, self.queue = self.queue[:count], self.queue[count:]
@@ -175,7 +224,11 @@ class _Plan:
 
 @dataclass
 class _Run:
-    """The loop: admit, draw, retire, step. Tensors of state are [n], one entry for each row under way."""
+    """The loop: admit, draw, retire, step. Tensors of state are [n], one entry for each row under way.
+
+    An accelerator holds what it computes: the ids and their noise. The rest is known without it and stays on the CPU, so that
+    the host waits once a token, in `_retire`.
+    """
 
     decoder: Decoder
     settings: SamplingSettings
@@ -190,13 +243,11 @@ class _Run:
     """Finished rows that were not handed out yet."""
 
     def __post_init__(self) -> None:
-        self.keys = self.plan.keys.to(self.device)
-        self.limits = self.plan.limits.to(self.device)
         self.stops = torch.empty(0)
-        self.rows = torch.empty(0, dtype=torch.long, device=self.device)
-        """Which row of the plan stands here."""
-        self.ids = self.rows
+        self.ids = torch.empty(0, dtype=torch.long, device=self.device)
         """The token drawn last."""
+        self.rows = torch.empty(0, dtype=torch.long)
+        """Which row of the plan stands here."""
         self.lengths = self.rows
         """Tokens drawn so far."""
         self.left = self.rows
@@ -212,7 +263,7 @@ class _Run:
                 self._admit(self.plan.take(self.capacity - len(self.rows)))
             else:
                 logits = self.decoder.step(self.ids)
-                self.ids = self._draw(logits, self._next_noise(), self.rows, self.lengths)
+                self.ids = self._draw(logits, self._next_noise(), self.rows)
                 self.lengths, self.left = self.lengths + 1, self.left - 1
             self._retire()
             if sum(map(len, self.ended)) >= at_once or not (self.plan.queue or len(self.rows)):
@@ -221,8 +272,9 @@ class _Run:
     def _hand_out(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         rows, ids, logprobs = (torch.cat(values) for values in zip(*self.history, strict=True))
         goes = torch.isin(rows, torch.cat(self.ended))
-        self.history, self.ended = [(rows[~goes], ids[~goes], logprobs[~goes])], []
-        rows, ids, logprobs = rows[goes].cpu(), ids[goes].cpu(), logprobs[goes].cpu()
+        stay, leave = (upload(which.nonzero().squeeze(1), self.device) for which in (~goes, goes))
+        self.history, self.ended = [(rows[~goes], ids[stay], logprobs[stay])], []
+        rows, ids, logprobs = rows[goes], ids[leave].cpu(), logprobs[leave].cpu()
         order = rows.argsort(stable=True)  # within a row: as they were drawn
         numbers, lengths = rows.unique(return_counts=True)
         parts = zip(ids[order].split(lengths.tolist()), logprobs[order].split(lengths.tolist()), strict=True)
@@ -242,18 +294,17 @@ class _Run:
         place = {prompt: index for index, prompt in enumerate(prompts)}
         token_ids = [self.plan.prompts[prompt] for prompt in prompts]
         longest = max(len(ids) for ids in token_ids)
-        padded = torch.tensor([(self.pad_id,) * (longest - len(ids)) + ids for ids in token_ids], device=self.device)
-        lengths = torch.tensor([len(ids) for ids in token_ids], device=self.device)
-        mask = torch.arange(longest, device=self.device) >= longest - lengths[:, None]
-        source = torch.tensor([place[row // self.plan.samples] for row in taken], device=self.device)
-        rows = torch.tensor(taken, device=self.device)
+        padded = torch.tensor([(self.pad_id,) * (longest - len(ids)) + ids for ids in token_ids])
+        mask = torch.arange(longest) >= longest - torch.tensor([len(ids) for ids in token_ids])[:, None]
+        source = torch.tensor([place[row // self.plan.samples] for row in taken])
+        rows = torch.tensor(taken)
         first = torch.zeros_like(rows)
-        noise = None if self.settings.greedy else uniforms(self.keys[rows], first)
-        ids = self._draw(self.decoder.admit(padded, mask, source), noise, rows, first)
+        noise = None if self.settings.greedy else uniforms(*self._to_device(self.plan.keys[rows], first))
+        ids = self._draw(self.decoder.admit(padded, mask, source), noise, rows)
         self.ids = torch.cat((self.ids, ids))
         self.rows = torch.cat((self.rows, rows))
         self.lengths = torch.cat((self.lengths, first + 1))
-        self.left = torch.cat((self.left, self.limits[rows] - 1))
+        self.left = torch.cat((self.left, self.plan.limits[rows] - 1))
         self.used = NOISE_AHEAD
 
     def _next_noise(self) -> Tensor | None:
@@ -261,41 +312,52 @@ class _Run:
         if self.settings.greedy:
             return None
         if self.used == NOISE_AHEAD:
-            ahead = self.lengths[:, None] + torch.arange(NOISE_AHEAD, device=self.device)
-            keys = self.keys[self.rows].repeat_interleave(NOISE_AHEAD, 0)
-            self.noise, self.used = uniforms(keys, ahead.flatten()).view_as(ahead), 0
+            ahead = self.lengths[:, None] + torch.arange(NOISE_AHEAD)
+            keys = self.plan.keys[self.rows].repeat_interleave(NOISE_AHEAD, 0)
+            self.noise, self.used = uniforms(*self._to_device(keys, ahead.flatten())).view(ahead.shape), 0
         self.used += 1
         return self.noise[:, self.used - 1]
 
-    def _draw(self, logits: Tensor, noise: Tensor | None, rows: Tensor, lengths: Tensor) -> Tensor:
-        """Draw and record a token for each of `rows`, which have `lengths` so far."""
+    def _to_device(self, *values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(upload(value, self.device) for value in values)
+
+    def _draw(self, logits: Tensor, noise: Tensor | None, rows: Tensor) -> Tensor:
+        """Draw and record a token for each of `rows`."""
         if not len(self.stops):
-            self.stops = torch.zeros(logits.shape[1], dtype=torch.bool, device=self.device)
-            known = [stop for stop in self.settings.stop_ids if stop < logits.shape[1]]
-            self.stops[torch.tensor(known, dtype=torch.long, device=self.device)] = True
+            stops = torch.zeros(logits.shape[1], dtype=torch.bool)
+            stops[[stop for stop in self.settings.stop_ids if stop < logits.shape[1]]] = True
+            self.stops = upload(stops, self.device)
         chosen = choose(logits.to(self.device), noise, self.settings)
-        if not math.isfinite(float(chosen.logprobs.sum())):
-            bad = ~torch.isfinite(chosen.logprobs)
-            raise FloatingPointError(
-                f"the model's logits are not finite at token {int(lengths[bad][0])} of an answer to prompt "
-                f"{self.plan.names[int(rows[bad][0]) // self.plan.samples]!r}: its weights may hold NaN"
-            )
         self.history.append((rows, chosen.ids, chosen.logprobs))
         return chosen.ids
 
     def _retire(self) -> None:
         """Take finished rows out: the last rows move to their places, so that the others stay where they are."""
-        goes_on = ~(self.stops[self.ids] | (self.left == 0))
+        rows, _, logprobs = self.history[-1]
+        finite = torch.isfinite(logprobs)
+        *stopped, sound = torch.cat((self.stops[self.ids], finite.all()[None])).tolist()  # here the host waits
+        if not sound:
+            self._refuse(int((~finite).nonzero()[0]) - len(rows))
+        goes_on = ~torch.tensor(stopped, dtype=torch.bool) & (self.left > 0)
         count = int(goes_on.sum())
         if count == len(goes_on):
             return
         self.ended.append(self.rows[~goes_on])
-        order = torch.arange(count, device=self.device)
+        order = torch.arange(count)
         order[~goes_on[:count]] = goes_on[count:].nonzero().squeeze(1) + count
         if count:
             self.decoder.select(order)
         else:
             self.decoder.clear()
-        self.ids, self.rows, self.lengths, self.left = (x[order] for x in (self.ids, self.rows, self.lengths, self.left))
+        self.rows, self.lengths, self.left = (x[order] for x in (self.rows, self.lengths, self.left))
+        order = upload(order, self.device)
+        self.ids = self.ids[order]
         if self.used < NOISE_AHEAD:
             self.noise = self.noise[order]
+
+    def _refuse(self, place: int) -> None:
+        """The row that stands at this place has drawn a token from logits that are not numbers."""
+        raise FloatingPointError(
+            f"the model's logits are not finite at token {int(self.lengths[place]) - 1} of an answer to prompt "
+            f"{self.plan.names[int(self.rows[place]) // self.plan.samples]!r}: its weights may hold NaN"
+        )
