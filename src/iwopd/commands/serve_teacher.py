@@ -42,6 +42,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
     from iwopd.model_facts import context_length
     from iwopd.models import load_model
+    from iwopd.rope import fix_rope
     from iwopd.teacher.serving import ServingError, TeacherServer
     from iwopd.teacher.serving_model import ServingModel, served_vocabulary
 
@@ -54,6 +55,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     with TeacherServer(options.name or options.model, host=options.host, port=options.port, token=token) as server:
         model = load_model(options.model, **model_options(options)).eval()
         length = options.max_length or context_length(model.config) or 2**31
+        if (note := fix_rope(model, length)) is not None:
+            print(note, flush=True)
         trust = options.trust_remote_code
         ids = served_vocabulary(options.model, model, given=options.vocab_size, trust_remote_code=trust)
         server.model = ServingModel(model, vocab_size=ids, max_length=length, token_budget=options.token_budget)

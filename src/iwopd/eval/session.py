@@ -19,6 +19,7 @@ from iwopd.models import end_ids, load_configs, load_model, load_tokenizer, weig
 from iwopd.rollout.engine import ENGINES, LOCAL, EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
+from iwopd.rope import fix_rope
 from iwopd.section import outcome_settings
 from iwopd.stages import StageListener
 from iwopd.types import Prompt, Rollout
@@ -121,10 +122,13 @@ def _as_asked(task: Task, request: Request) -> Task:
 def _student(request: Request, tokenizer: Any, tasks: Sequence[Task]) -> tuple[Student, frozenset[int]]:
     """The model as an engine wants it, and the ids that end an answer. It is not loaded if the engine has it elsewhere."""
     trust = request.trust_remote_code
+    longest = max(len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts)
 
     @cache
     def load() -> Any:
-        return load_model(request.model, dtype=request.dtype, device=request.device, trust_remote_code=trust)
+        model = load_model(request.model, dtype=request.dtype, device=request.device, trust_remote_code=trust)
+        fix_rope(model, longest)
+        return model
 
     if ENGINES[request.engine.name].weights == "elsewhere":
         config, generation = load_configs(request.model, trust_remote_code=trust)
@@ -136,7 +140,7 @@ def _student(request: Request, tokenizer: Any, tasks: Sequence[Task]) -> tuple[S
         vocab_size=len(tokenizer),
         rows=rows,
         pad_id=pad_id(tokenizer),
-        longest=max(len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts),
+        longest=longest,
         dtype=request.dtype,
         seed=request.seed,
     )

@@ -24,11 +24,12 @@ from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
 from iwopd.analysis.probe.settings import PARTS, ProbeSettings
 from iwopd.analysis.probe.verdict import judge
 from iwopd.eval.statistics import interval_over_problems
-from iwopd.lm import ResponseModel
+from iwopd.lm import ResponseModel, default_head_precision
 from iwopd.models import stop_ids
 from iwopd.rollout.engine import EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
+from iwopd.rope import fix_rope
 from iwopd.stages import StageListener
 from iwopd.types import Rollout
 
@@ -49,6 +50,9 @@ class _Run:
         self.seconds: dict[str, float] = {}
         self.parts: dict[str, Any] = {}
         self.rules = probe_rules(settings.gamma, settings.rules)
+        # An answer, and the teacher's continuation of it.
+        longest = max((len(prompt.token_ids) for prompt in material.prompts), default=0) + 2 * settings.max_tokens
+        self.notes += [words for model in (pair.student, pair.teacher) if (words := fix_rope(model, longest)) is not None]
         self.student = self._lm(pair.student)
 
     def finish(self) -> Probe:
@@ -209,7 +213,8 @@ class _Run:
         return AlignmentBatch(rollouts, Evidence(teacher, student, mask, progress=0.0), solutions)
 
     def _lm(self, model: Any) -> ResponseModel:
-        return ResponseModel(model, temperature=self.settings.temperature, vocab_size=self.pair.vocab_size)
+        options: Any = {"temperature": self.settings.temperature, "vocab_size": self.pair.vocab_size}
+        return ResponseModel(model, head_precision=default_head_precision(self.pair.student), **options)
 
     @contextmanager
     def _sampler(self, choice: EngineChoice, model: Any, longest: int) -> Iterator[Sampler]:

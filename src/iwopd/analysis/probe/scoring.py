@@ -16,6 +16,7 @@ from iwopd import algo
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.top_k import TopKOverlap, token_top_k_overlap, top_k_overlap
 from iwopd.lm import ResponseModel, Sequences
+from iwopd.own_head import chunk_rows
 from iwopd.types import Rollout
 
 TOKEN_BUDGET = 2048
@@ -93,12 +94,12 @@ def _score(student: ResponseModel, teacher: ResponseModel, sequences: Sequences,
     """[N] of the response tokens, row after row: student's and teacher's log-probs, KL, overlap, same first."""
     ours, theirs = sequences.to(student.device), sequences.to(teacher.device)
     if not (student.fused and teacher.fused):
-        rows = [_own_row(student, teacher, ours, theirs, row, top_k) for row in range(len(ours.lengths))]
-        return [torch.cat(column) for column in zip(*rows, strict=True)]
+        return _own_scores(student, teacher, ours, theirs, top_k)
     hidden, teacher_hidden = student.token_hidden(ours), teacher.token_hidden(theirs).to(student.device)
     (weight, bias), (teacher_weight, teacher_bias) = student.head, teacher.head
     ids = ours.response_ids
     options: dict[str, Any] = {"bias": bias, "teacher_bias": teacher_bias, "vocab_size": student.vocab_size}
+    options["precision"] = student.head_precision
     return [
         student.head_logprobs(hidden, ids),
         teacher.head_logprobs(teacher_hidden, ids),
@@ -107,20 +108,16 @@ def _score(student: ResponseModel, teacher: ResponseModel, sequences: Sequences,
     ]
 
 
-def _own_row(
-    student: ResponseModel, teacher: ResponseModel, ours: Sequences, theirs: Sequences, row: int, top_k: int
-) -> list[Tensor]:
-    """The same for one sequence from the models' own logits [T, V]: for models whose head is more than a matrix."""
-
-    def logits(lm: ResponseModel, sequences: Sequences) -> Tensor:
-        read = sequences.input_ids.split(sequences.lengths.tolist())[row]
-        answer = int(sequences.answers[row])
-        values: Tensor = lm.model(input_ids=read[None], use_cache=False).logits[0, len(read) - answer :, : lm.vocab_size]
-        return values.to(torch.promote_types(values.dtype, torch.float32)).to(student.device) / lm.temperature
-
-    student_logits, teacher_logits = logits(student, ours), logits(teacher, theirs)
-    found: TopKOverlap = top_k_overlap(student_logits, teacher_logits, top_k)
-    ids = ours.split(ours.response_ids)[row][:, None]
-    student_logprobs, teacher_logprobs = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
-    kl = kl_div(teacher_logprobs, student_logprobs, reduction="none", log_target=True).sum(-1)
-    return [student_logprobs.gather(1, ids).squeeze(1), teacher_logprobs.gather(1, ids).squeeze(1), kl, *found]
+def _own_scores(student: ResponseModel, teacher: ResponseModel, ours: Sequences, theirs: Sequences, top_k: int) -> list[Tensor]:
+    """The same from the models' own logits, a few tokens at a time: for models whose head is more than a matrix."""
+    student_logits, teacher_logits = student.own_logits(ours), teacher.own_logits(theirs)
+    found: list[list[Tensor]] = []
+    step = min(chunk_rows(lm.model) for lm in (student, teacher))
+    for start in range(0, len(ours.response_ids), step):
+        rows = slice(start, start + step)
+        own, other = student_logits(rows), teacher_logits(rows).to(student.device)
+        overlap: TopKOverlap = top_k_overlap(own, other, top_k)
+        own, other, ids = own.log_softmax(-1), other.log_softmax(-1), ours.response_ids[rows, None]
+        kl = kl_div(other, own, reduction="none", log_target=True).sum(-1)
+        found.append([own.gather(1, ids).squeeze(1), other.gather(1, ids).squeeze(1), kl, *overlap])
+    return [torch.cat(column) for column in zip(*found, strict=True)]
