@@ -2,7 +2,8 @@
 
 A packed row [1, N] needs positions that restart with every sequence, and an attention that respects the boundaries. They are
 passed under transformers' names for FlashAttention's kernels (`cu_seq_lens_q`, ...). A model loaded with FlashAttention uses
-them directly (never run). On a CPU the attention is `attend` below: scaled dot-product attention for each sequence.
+them directly (never run; the tests have a stand-in). On a CPU the attention is `attend` below: scaled dot-product attention
+for each sequence.
 
 Not every model can be packed (sliding windows, recurrent layers): `enable_packing` refuses known cases and tests the others.
 """
@@ -19,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from iwopd.devices import upload
 from iwopd.modes import eval_mode
 
 ATTENTION = "iwopd_packed"
@@ -26,6 +28,8 @@ ATTENTION = "iwopd_packed"
 TOLERANCE = 1e-4
 """Largest relative difference of packed hidden states. Rounding is a hundredth of it, a leak between sequences 1,000 times."""
 TOLERANCE_HALF = 5e-2
+VARLEN = {"flash_attention_2", "flash_attention_3"}
+"""Attentions of transformers that take the boundaries of sequences, on any device."""
 
 
 class PackingError(RuntimeError):
@@ -79,15 +83,18 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def packed_inputs(model: Any, input_ids: Tensor, lengths: Tensor) -> dict[str, Any]:
-    """The arguments of a forward pass over sequences of these `lengths` [B], one after the other in `input_ids` [M]."""
+    """The arguments of a forward pass over sequences of these `lengths` [B], one after the other in `input_ids` [M].
+
+    `lengths` are on the CPU, so that nobody waits for them.
+    """
     first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    boundaries = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    boundaries = upload(nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), input_ids.device)
     longest = int(lengths.max())
     # transformers uses a four-dimensional mask as it is; without one it would make one of [N, N].
     done = input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool) if _attention(model) == ATTENTION else None
     return {
         "input_ids": input_ids[None],
-        "position_ids": (torch.arange(len(input_ids), device=input_ids.device) - first)[None],
+        "position_ids": upload(torch.arange(len(input_ids)) - first, input_ids.device)[None],
         "attention_mask": done,
         "cu_seq_lens_q": boundaries,
         "cu_seq_lens_k": boundaries,
@@ -121,14 +128,11 @@ def _attention(model: Any) -> str | None:
 
 def _known_obstacle(model: Any) -> str | None:
     """Obstacles that a trial with short sequences would not reveal."""
-    attention = _attention(model)
-    flash = attention is not None and attention.startswith("flash_attention")
     if not getattr(model, "_supports_attention_backend", False):
         return f"{type(model).__name__} does not let its attention be chosen"
-    if not flash and attention not in ("sdpa", ATTENTION):
-        return f"its attention is {attention!r}"
-    if not flash and next(model.parameters()).device.type != "cpu":
-        return f"with {attention!r} sequences are packed on a CPU only; load the model with flash_attention_2"
+    obstacle = attention_obstacle(_attention(model), next(model.parameters()).device.type)
+    if obstacle is not None:
+        return obstacle
     config = model.config.get_text_config()
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return "some of its layers do not have full attention"
@@ -137,16 +141,28 @@ def _known_obstacle(model: Any) -> str | None:
     return None
 
 
+def attention_obstacle(attention: str | None, device_type: str) -> str | None:
+    """Why an attention implementation, by transformers' name, cannot keep packed sequences apart on this kind of device."""
+    if attention in VARLEN:
+        return None
+    if attention not in ("sdpa", ATTENTION):
+        return f"its attention is {attention!r}"
+    if device_type != "cpu":
+        return f"with {attention!r} sequences are packed on a CPU only; load the model with flash_attention_2"
+    return None
+
+
 @torch.no_grad()
 def _tried_out(model: Any, vocab_size: int | None) -> str | None:
-    """Compare sequences of random ids, packed and one at a time."""
+    """Compare sequences of random ids, packed and one at a time, in the caller's context (autocast)."""
     device = next(model.parameters()).device
     lengths = torch.tensor([23, 9, 9, 1, 17])
     most = vocab_size or model.config.get_text_config().vocab_size
     ids = torch.randint(most, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0)).to(device)
     half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
-    with eval_mode(model), torch.autocast(device.type, enabled=False):
-        inputs = packed_inputs(model, ids, lengths.to(device))
+    half = half or torch.is_autocast_enabled(device.type)
+    with eval_mode(model):
+        inputs = packed_inputs(model, ids, lengths)
         packed = model.base_model(**inputs).last_hidden_state[0]
         rows = ids.split(lengths.tolist())
         single = torch.cat([model.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows])

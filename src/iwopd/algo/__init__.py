@@ -11,12 +11,14 @@ from iwopd.algo.correction import Mismatch, rollout_correction, rollout_mismatch
 from iwopd.algo.fused_loss import fused_policy_loss
 from iwopd.algo.logprobs import LOGPROB_FLOOR, floor_logprobs, token_entropy, token_kl, token_logprobs
 from iwopd.algo.loss import PolicyLoss, PolicyStats, low_variance_kl, policy_loss
+from iwopd.algo.noise import NoiseFloor, mean_difference
 from iwopd.algo.weights import WEIGHT_RULES, WeightRule, supervised_mask, token_weights
 
 __all__ = [
     "LOGPROB_FLOOR",
     "WEIGHT_RULES",
     "Mismatch",
+    "NoiseFloor",
     "NonFiniteError",
     "PolicyLoss",
     "PolicyStats",
@@ -25,6 +27,7 @@ __all__ = [
     "floor_logprobs",
     "fused_policy_loss",
     "low_variance_kl",
+    "mean_difference",
     "opd_advantages",
     "policy_loss",
     "position",

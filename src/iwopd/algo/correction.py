@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from iwopd.algo._checks import check_all, keep
+from iwopd.algo.noise import mean_difference
 
 CORRECTION_THRESHOLD = 5.0
 """Where importance ratios are truncated (Tab. 6)."""
@@ -47,13 +48,13 @@ def rollout_mismatch(
 ) -> Mismatch:
     """Statistics of the ratio that `rollout_correction` truncates; those of an exact engine if there are no tokens."""
     check_all(mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
-    difference = (old_logprobs[mask] - rollout_logprobs[mask]).double()
-    if not difference.numel():
+    ours, theirs = old_logprobs[mask], rollout_logprobs[mask]
+    if not ours.numel():
         return Mismatch(1.0, 0.0, 0.0, 0.0)
-    ratio = difference.exp()
+    ratio = (ours - theirs).double().exp()
     return Mismatch(
         mean_ratio=float(ratio.mean()),
         largest_deviation=float((ratio - 1).abs().max()),
         truncated=float((ratio > threshold).double().mean()),
-        mean_difference=float(difference.abs().mean()),
+        mean_difference=mean_difference(ours, theirs),
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from iwopd.algo.head import OutputHead, row_chunks
+from iwopd.algo.head import OutputHead, Precision, row_chunks
 
 
 class TopKOverlap(NamedTuple):
@@ -44,10 +44,13 @@ def token_top_k_overlap(
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     vocab_size: int | None = None,
+    precision: Precision = "float32",
 ) -> TopKOverlap:
     """The same from hidden states [N, H] and output matrices, in chunks of rows: a [N, V] tensor never exists."""
-    head = OutputHead.build(hidden, weight, bias, 1.0, vocab_size)  # the order of logits is the same at any temperature
-    teacher = replace(OutputHead.build(teacher_hidden, teacher_weight, teacher_bias, 1.0, vocab_size), dtype=head.dtype)
+    # The order of logits is the same at any temperature.
+    head = OutputHead.build(hidden, weight, bias, 1.0, vocab_size, precision)
+    teacher = OutputHead.build(teacher_hidden, teacher_weight, teacher_bias, 1.0, vocab_size, precision)
+    teacher = replace(teacher, dtype=head.dtype)
     shared = torch.empty(len(hidden), dtype=head.dtype, device=hidden.device)
     same_first = torch.empty_like(shared)
     for chunk in row_chunks(head, hidden, spare=1):

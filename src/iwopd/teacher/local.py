@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from iwopd.lm import HeadCheck, ResponseModel, Sequences
+from iwopd.algo.head import Precision
+from iwopd.lm import Context, HeadCheck, ResponseModel, Sequences
 from iwopd.modes import eval_mode
 from iwopd.teacher.scorer import HasModel, Scorer, ScoringPath
 from iwopd.types import Rollout
@@ -34,16 +34,16 @@ class LocalScorer(Scorer):
         temperature: float = 1.0,
         vocab_size: int | None = None,
         token_budget: int | None = None,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        half: bool = False,
+        autocast: Context = nullcontext,
+        head_precision: Precision = "float32",
     ) -> None:
-        """`autocast` is the context of the forward pass; `half`: it computes in half precision."""
-        self.lm = ResponseModel(model, temperature=temperature, vocab_size=vocab_size)
+        """`autocast` is the context of the forward pass; `head_precision` is that of the output head's products."""
+        self.lm = ResponseModel(
+            model, temperature=temperature, vocab_size=vocab_size, autocast=autocast, head_precision=head_precision
+        )
         default = TOKEN_BUDGET_CPU if self.lm.device.type == "cpu" else TOKEN_BUDGET_GPU
         self.token_budget = default if token_budget is None else token_budget
-        self.autocast = autocast
-        weights = {parameter.dtype for parameter in model.parameters()}
-        self.half = half or bool(weights & {torch.float16, torch.bfloat16})
+        self.half = self.lm.half
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
@@ -52,15 +52,14 @@ class LocalScorer(Scorer):
         with eval_mode(self.lm.model):
             for rows in self.lm.micro_batches(lengths, self.token_budget):
                 sequences = Sequences.from_rollouts([rollouts[row] for row in rows]).to(self.lm.device)
-                with self.autocast():
-                    values = self.lm.logprobs(sequences).cpu()
+                values = self.lm.logprobs(sequences).cpu()
                 for row, logprobs in zip(rows, sequences.split(values), strict=True):
                     scores[row] = logprobs
         return scores
 
     def check_head(self, sequences: Sequences, *, trained: bool = False) -> HeadCheck:
         """Compare the fused head with the model's own logits; `trained`: also on the path that carries gradients."""
-        with eval_mode(self.lm.model), self.autocast():
+        with eval_mode(self.lm.model):
             return self.lm.check_head(sequences, trained=trained)
 
     def local(self, name: str) -> dict[str, HasModel]:

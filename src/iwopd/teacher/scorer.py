@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,8 +17,6 @@ class HasModel(Protocol):
     """A scorer whose model is in this process."""
 
     lm: ResponseModel
-    autocast: Any
-    """Makes the context of its forward passes."""
 
     def check_head(self, sequences: Sequences, *, trained: bool = False) -> HeadCheck: ...
 

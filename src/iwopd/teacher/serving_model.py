@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from iwopd.lm import Sequences
+from iwopd.lm import Sequences, default_head_precision
 from iwopd.model_facts import output_rows
 from iwopd.models import ModelError, brings_tokenizer, load_tokenizer
+from iwopd.own_head import plain_logits
 from iwopd.teacher.dialects import Drawn
 from iwopd.teacher.local import LocalScorer
 from iwopd.types import Prompt, Rollout
@@ -43,7 +44,8 @@ class ServingModel:
 
     def __init__(self, model: Any, *, vocab_size: int, max_length: int, token_budget: int | None = None) -> None:
         self.vocab_size, self.max_length = vocab_size, max_length
-        self.scorer = LocalScorer(model, vocab_size=vocab_size, token_budget=token_budget)
+        precision = default_head_precision(model)
+        self.scorer = LocalScorer(model, vocab_size=vocab_size, token_budget=token_budget, head_precision=precision)
         self.batches = 0
         # Models that do more to their logits than a product (soft caps) are found out before they score.
         ids = torch.randint(vocab_size, (min(32, max_length),), generator=torch.Generator().manual_seed(0))
@@ -77,7 +79,8 @@ class ServingModel:
     def _draw(self, ids: list[int]) -> Drawn:
         """One more token at temperature 1, with its log-prob: for clients that check whether scores belong to their tokens."""
         lm = self.scorer.lm
-        logits = lm.model(input_ids=torch.tensor([ids], device=lm.device), use_cache=False).logits[0, -1, : self.vocab_size]
+        read = torch.tensor(ids, device=lm.device)
+        logits = plain_logits(lm.model, read, torch.tensor([len(ids) - 1]))[0, : self.vocab_size]
         logprobs = logits.float().log_softmax(-1)
         token = int(torch.multinomial(logprobs.exp(), 1))
         return Drawn(token, float(logprobs[token]))

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, get_type_hints
 
 import torch
 from torch import Tensor
 
+from iwopd.algo._checks import on_cpu
 from iwopd.algo.evidence import TEACHER_DISTRIBUTION, Evidence
+from iwopd.algo.head import Precision
 from iwopd.algo.weights import WEIGHT_RULES, WeightRule, rule_weights, supervised_mask
 
 
@@ -53,12 +55,13 @@ class TokenStates:
     bias: Tensor | None = None
     temperature: float = 1.0
     vocab_size: int | None = None
+    precision: Precision = "float32"
+    """Of the products with the output matrix."""
 
     def to(self, device: torch.device) -> TokenStates:
         bias = None if self.bias is None else self.bias.to(device)
-        return TokenStates(
-            self.hidden.to(device), self.targets.to(device), self.weight.to(device), bias, self.temperature, self.vocab_size
-        )
+        hidden, targets, weight = self.hidden.to(device), self.targets.to(device), self.weight.to(device)
+        return replace(self, hidden=hidden, targets=targets, weight=weight, bias=bias)
 
 
 class LossStats(Protocol):
@@ -98,7 +101,8 @@ class TokenMeans:
 
     def cpu(self) -> TokenMeans:
         """The same, on the CPU."""
-        return TokenMeans(self.tokens.cpu(), {name: value.cpu() for name, value in self.sums.items()})
+        numbers = on_cpu({"": self.tokens, **self.sums})
+        return TokenMeans(numbers.pop(""), numbers)
 
     def as_dict(self) -> dict[str, float]:
         """Means by name; 0 where there were no tokens."""

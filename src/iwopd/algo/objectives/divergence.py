@@ -51,7 +51,7 @@ class Divergence(Objective):
     ) -> LossAndMeans:
         if teacher is None:
             raise ValueError(f"objective {self.name!r} needs the teacher's hidden states")
-        rows = columns["supervised"]
+        rows = columns["supervised"].nonzero().squeeze(1)  # once: every use of a mask would make the host wait
         values = token_kl(
             student.hidden[rows],
             student.weight,
@@ -62,9 +62,10 @@ class Divergence(Objective):
             teacher_bias=teacher.bias,
             temperature=student.temperature,
             vocab_size=student.vocab_size,
+            precision=student.precision,
         )
         loss = (values * columns["weights"][rows].to(values.dtype)).sum() / denominator
-        return LossAndMeans(loss, TokenMeans(rows.sum(), {"mean": values.detach().sum()}))
+        return LossAndMeans(loss, TokenMeans(columns["supervised"].sum(), {"mean": values.detach().sum()}))
 
     def no_stats(self) -> TokenMeans:
         return TokenMeans(torch.zeros(()), {"mean": torch.zeros(())})

@@ -80,6 +80,7 @@ class PolicyGradient(Objective):
             bias=student.bias,
             temperature=student.temperature,
             vocab_size=student.vocab_size,
+            precision=student.precision,
             entropy_coef=self.entropy_coef,
             **self._terms(columns, denominator),
         )

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
-from iwopd.adapters import adapter_off, has_adapter
 from iwopd.config import Config
+from iwopd.lm import ResponseModel
 from iwopd.model_facts import output_rows
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.assembly import Parts
 from iwopd.train.doctor.echo import agreement, check_echo, own_logprobs
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
-from iwopd.types import Rollout
+from iwopd.types import Prompt, Rollout
 
 SEQUENCES = 2
 """Rollouts that are scored: enough to see a wrong order, few enough to cost next to nothing."""
+TOKENS = 256
+"""Tokens of each, at most."""
+FAR_TOKENS = 32
+"""Tokens that are written and scored behind a prompt so long that they stand where the longest answers end."""
 
 
 def local_models(parts: Parts) -> dict[str, Any]:
-    return {name: one.lm.model for kind, scorer in _scorers(parts).items() for name, one in scorer.local(kind).items()}
+    return {name: lm.model for name, lm in _local(parts).items()}
+
+
+def _local(parts: Parts) -> dict[str, ResponseModel]:
+    return {name: one.lm for kind, scorer in _scorers(parts).items() for name, one in scorer.local(kind).items()}
 
 
 def _scorers(parts: Parts) -> dict[str, Scorer]:
@@ -29,9 +37,29 @@ def _scorers(parts: Parts) -> dict[str, Scorer]:
 
 
 def known_rollouts(config: Config, parts: Parts, step: int) -> list[Rollout]:
-    """What the student writes to the first prompts of a step."""
+    """What the student writes to the first prompts of a step: beginnings, and a few tokens at the far end of an answer.
+
+    The same on every rank.
+    """
     prompts = parts.order.batch(step)[:SEQUENCES]
-    return parts.sampler.sample(prompts, seed=config.seed, step=step)
+    limits = [min(TOKENS, parts.max_response)] * len(prompts)
+
+    def write(asked: Sequence[Prompt], most: Sequence[int]) -> list[Rollout]:
+        return parts.ranks.together(lambda: parts.sampler.sample(asked, seed=config.seed, step=step, max_tokens=most))
+
+    parts.before_writing()
+    rollouts = write(prompts, limits)
+    length = min(len(prompts[0].token_ids) + parts.max_response, parts.sampler.context) - FAR_TOKENS
+    if length <= max(len(rollout.prompt.token_ids) + len(rollout) for rollout in rollouts):
+        return rollouts
+    # By itself: beside it the others would be padded to its length.
+    return rollouts + write([far_prompt(parts.order.prompts, length)], [FAR_TOKENS])
+
+
+def far_prompt(prompts: Sequence[Prompt], length: int) -> Prompt:
+    """The prompts one after the other, over and over if need be, as one of this length."""
+    pieces = itertools.chain.from_iterable(prompt.token_ids for prompt in itertools.cycle(prompts))
+    return Prompt("far", tuple(itertools.islice(pieces, length)))
 
 
 def check_masks(parts: Parts) -> Iterator[Finding]:
@@ -39,7 +67,7 @@ def check_masks(parts: Parts) -> Iterator[Finding]:
     real = len(parts.tokenizer)
     users: dict[str, int | None] = {"update": parts.learner.lm.vocab_size, "sampler": parts.sampler.vocab_size}
     users |= {f"sampler of {name}": sampler.vocab_size for name, sampler in parts.eval_samplers.items()}
-    local = {name: one.lm for kind, scorer in _scorers(parts).items() for name, one in scorer.local(kind).items()}
+    local = _local(parts)
     users |= {f"scores of the {name}": lm.vocab_size for name, lm in local.items()}
     rows = ", ".join(f"{name} {output_rows(lm.model):,}" for name, lm in local.items())
     if wrong := [name for name, size in users.items() if size != real]:
@@ -63,8 +91,12 @@ def head_findings(parts: Parts) -> Iterator[Finding]:
             )
             if obstacle:
                 yield failure("fused head", f"{found}{obstacle} cannot use", "leave it out, or choose another student")
-            else:
+            elif head.chunked:
                 yield warning("fused head", f"{found}takes more memory", "nothing to do; another architecture would be faster")
+            else:
+                size = 4e-9 * parts.max_response * len(parts.tokenizer)
+                words = f"{found}exist for a whole answer at once: {size:,.1f} GB and more for {parts.max_response:,} tokens"
+                yield warning("fused head", words, "lower rollout.max_tokens, or choose another architecture")
         elif head.packing_obstacle is not None:
             yield warning(
                 "fused head",
@@ -95,10 +127,6 @@ def check_sampler(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> 
 def check_scorers(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
     """The echo test over every path of the run."""
     temperature, vocab_size = config.rollout.temperature, len(parts.tokenizer)
-    own = {}
-    for name, model in local_models(parts).items():
-        without_adapter = name == "reference" and model is parts.student and has_adapter(model)
-        with adapter_off(model) if without_adapter else nullcontext():
-            own[name] = own_logprobs(model, rollouts, temperature, vocab_size)
+    own = {name: own_logprobs(lm.model, rollouts, temperature, vocab_size, lm.autocast) for name, lm in _local(parts).items()}
     paths = [path for kind, scorer in _scorers(parts).items() for path in scorer.paths(kind)]
     yield from check_echo(paths, own, rollouts)
