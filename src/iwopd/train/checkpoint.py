@@ -30,7 +30,8 @@ from torch.optim import Optimizer
 
 from iwopd.filesystem import alive, first_free, locked, make_directory, read_json, remove, sync, write_atomic
 from iwopd.train.checkpoint_files import Checkpoint, damage, read_checkpoint, seal, write_weights
-from iwopd.train.checkpoint_state import CheckpointError, tensor_bytes, write_model, write_optimizer, write_rng
+from iwopd.train.checkpoint_optimizer import OptimizerState
+from iwopd.train.checkpoint_state import CheckpointError, model_bytes, write_model, write_rng
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,7 +66,7 @@ class CheckpointStore:
         *,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        optimizer: Optimizer,
+        optimizer: Optimizer | OptimizerState,
         state: Mapping[str, JSON],
         card: str | None = None,
     ) -> Path:
@@ -76,16 +77,17 @@ class CheckpointStore:
         """
         _name(step)  # before anything else is done
         plain_state = _plain("state", state)
+        held = optimizer if isinstance(optimizer, OptimizerState) else OptimizerState.of(optimizer)
         if not hasattr(model, "save_pretrained"):
             raise TypeError(f"the model is a {type(model).__name__} without save_pretrained: unwrap it before saving")
 
         def write(draft: Path) -> None:
             write_rng(draft)  # first: nothing after it may draw a random number that the resumed run would not
             write_model(draft / "model", model, tokenizer, card)
-            write_optimizer(draft, optimizer)
+            held.write(draft)
             seal(draft, step, plain_state)
 
-        return self._write(step, write, needed=tensor_bytes(model, optimizer))
+        return self._write(step, write, needed=model_bytes(model) + held.nbytes)
 
     def adopt(self, step: int, model: Path, state: Mapping[str, JSON]) -> Path:
         """Make a `from_pretrained` folder of another engine the checkpoint of `step`, as safely as `save` writes one."""

@@ -1,7 +1,7 @@
 """The folder of one checkpoint: writing all its files, checking them, reading them.
 
     model/                    what save_pretrained writes: weights, config, tokenizer (or the adapter alone); README.md
-    optimizer.safetensors     optimizer.json
+    optimizer.safetensors     optimizer.json (with float32 copies of weights in half precision)
     rng.safetensors           rng.json   state.json
     manifest.json             size and SHA-256 of every file above
 
@@ -23,14 +23,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from iwopd.filesystem import read_json, sha256, sync
-from iwopd.train.checkpoint_state import CheckpointError, load_optimizer, load_weights, restore_rng
+from iwopd.train.checkpoint_optimizer import TENSORS, VALUES, Masters, load_optimizer
+from iwopd.train.checkpoint_state import CheckpointError, load_weights, restore_rng
 
 FORMAT_VERSION = 1
 """Raise it when the files of a checkpoint change their meaning."""
 MANIFEST = "manifest.json"
 CONFIGS = ("model/config.json", "model/adapter_config.json")
 """Of a whole model or of an adapter: one of them must exist."""
-REQUIRED = ("optimizer.safetensors", "optimizer.json", "rng.safetensors", "rng.json", "state.json")
+REQUIRED = (TENSORS, VALUES, "rng.safetensors", "rng.json", "state.json")
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ class Checkpoint:
     def load_model_weights(self, model: nn.Module) -> None:
         load_weights(self.model_path, model)
 
-    def load_optimizer(self, optimizer: Optimizer) -> None:
-        load_optimizer(self.path, optimizer)
+    def load_optimizer(self, optimizer: Optimizer, masters: Masters | None = None) -> None:
+        """`masters` are float32 copies of weights in half precision, which get their values, too."""
+        load_optimizer(self.path, optimizer, masters)
 
     def restore_rng(self) -> None:
         restore_rng(self.path)

@@ -1,5 +1,6 @@
-"""The state of training, written to files and read back bit for bit: weights, optimizer, random generators.
+"""The state of training, written to files and read back bit for bit: weights and random generators.
 
+The optimizer's has a module of its own, `checkpoint_optimizer`.
 Tensors go to safetensors, everything else to JSON. There is no pickle, so reading runs no code.
 """
 
@@ -9,7 +10,7 @@ import json
 import logging
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from iwopd.adapters import adapter_tensors, base_fingerprint, has_adapter
+from iwopd.devices import rng_states, set_rng_states
 from iwopd.errors import UserError
 from iwopd.filesystem import read_json
 
@@ -36,11 +37,9 @@ class CheckpointError(UserError, RuntimeError):
     """A checkpoint cannot be written, or does not fit what it is loaded into."""
 
 
-def tensor_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes of the tensors of model and optimizer, tied ones once: about the size of a checkpoint."""
-    weights = {_memory(tensor): tensor.nbytes for tensor in _saved_tensors(model).values()}
-    state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-    return sum([*weights.values(), *(tensor.nbytes for tensor in state)])
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of the tensors that a checkpoint holds of a model, tied ones once."""
+    return sum({_memory(tensor): tensor.nbytes for tensor in _saved_tensors(model).values()}.values())
 
 
 # --- model ----------------------------------------------------------------------------------------------------------
@@ -143,126 +142,19 @@ def _no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-# --- optimizer ------------------------------------------------------------------------------------------------------
-
-
-def write_optimizer(folder: Path, optimizer: Optimizer) -> None:
-    """Write the optimizer's state; parameters are numbered 0, 1, ..."""
-    tensors: dict[str, Tensor] = {}
-    full = optimizer.state_dict()
-    values = {
-        **_describe(optimizer),
-        "state": {str(i): _to_json(f"state.{i}", entry, tensors) for i, entry in full["state"].items()},
-        "param_groups": _to_json("param_groups", full["param_groups"], tensors),
-    }
-    save_file(_separate(tensors), folder / "optimizer.safetensors")
-    (folder / "optimizer.json").write_text(json.dumps(values), encoding="utf-8")
-
-
-def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
-    """Give `optimizer` the saved hyperparameters and state, each tensor in the dtype it was saved in."""
-    saved = read_json(folder / "optimizer.json")
-    _check_fit(saved, _describe(optimizer), folder / "optimizer.json")
-    mapped = load_file(folder / "optimizer.safetensors")
-    tensors = {name: tensor.clone() for name, tensor in mapped.items()}  # not backed by the file, which may be deleted
-    state = {int(index): _from_json(values, tensors) for index, values in saved["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": _from_json(saved["param_groups"], tensors)})
-    # torch casts floating-point state to the dtype of its parameter, which loses bits if the state was wider.
-    for index, parameter in enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]):
-        for key, value in state.get(index, {}).items():
-            loaded = optimizer.state[parameter][key]
-            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(loaded.device)
-
-
-def _describe(optimizer: Optimizer) -> dict[str, Any]:
-    """What must agree between the saved optimizer and the one it is loaded into."""
-    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-    return {
-        "class": type(inner).__name__,
-        "shapes": [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups],
-    }
-
-
-def _check_fit(saved: Mapping[str, Any], live: Mapping[str, Any], where: Path) -> None:
-    if saved["class"] != live["class"]:
-        raise CheckpointError(f"{where} is the state of {saved['class']}, the optimizer is {live['class']}: use the same one")
-    if len(saved["shapes"]) != len(live["shapes"]):
-        raise CheckpointError(
-            f"{where} has {len(saved['shapes'])} parameter groups, the optimizer has {len(live['shapes'])}: "
-            "build the groups as they were when the checkpoint was saved"
-        )
-    for group, (old, new) in enumerate(zip(saved["shapes"], live["shapes"], strict=True)):
-        if len(old) != len(new):
-            raise CheckpointError(
-                f"parameter group {group} has {len(old)} parameters in {where}, {len(new)} in the optimizer: "
-                "the same parameters must be trained"
-            )
-        for index, (before, now) in enumerate(zip(old, new, strict=True)):
-            if before != now:
-                raise CheckpointError(
-                    f"parameter {index} of group {group} has shape {before} in {where}, {now} in the optimizer: "
-                    "give it the parameters of the same model in the same order"
-                )
-
-
-def _to_json(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """`value` for JSON: tensors move to `tensors` and are replaced by their names; tuples stay tuples."""
-    if isinstance(value, Tensor):
-        tensors[name] = value
-        return {"tensor": name}
-    if isinstance(value, tuple):
-        return {"tuple": [_to_json(f"{name}.{i}", item, tensors) for i, item in enumerate(value)]}
-    if isinstance(value, list):
-        return [_to_json(f"{name}.{i}", item, tensors) for i, item in enumerate(value)]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and not value.keys() & {"tensor", "tuple"}:
-        return {key: _to_json(f"{name}.{key}", item, tensors) for key, item in value.items()}
-    if value is None or isinstance(value, str | int | float):
-        return value
-    raise CheckpointError(f"the optimizer's {name} is a {type(value).__name__}, which a checkpoint cannot hold: use another")
-
-
-def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_from_json(item, tensors) for item in value]
-    if isinstance(value, dict):
-        if value.keys() == {"tensor"}:
-            return tensors[value["tensor"]]
-        if value.keys() == {"tuple"}:
-            return tuple(_from_json(item, tensors) for item in value["tuple"])
-        return {key: _from_json(item, tensors) for key, item in value.items()}
-    return value
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous, without shared memory, as safetensors requires."""
-    result: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        storage = plain.untyped_storage()
-        if storage.nbytes() != plain.nbytes or storage.data_ptr() in seen:
-            plain = plain.clone()
-        seen.add(plain.untyped_storage().data_ptr())
-        result[name] = plain
-    return result
-
-
 # --- random generators ----------------------------------------------------------------------------------------------
 
 
 def write_rng(folder: Path) -> None:
-    """Write the states of the global generators of torch, Python and numpy."""
-    devices = _cuda_devices()
-    cuda = {f"cuda.{device}": torch.cuda.get_rng_state(device) for device in range(devices)}
-    tensors = {"torch": torch.get_rng_state(), **cuda}
+    """Write the states of the global generators of torch (the accelerators' too), Python and numpy."""
+    tensors = {"torch": torch.get_rng_state(), **rng_states()}
     numpy_state: Any = None
     if "numpy" in sys.modules:  # if it is not imported, nothing has been drawn from it
         import numpy as np
 
         numpy_state = np.random.get_state(legacy=False)
         numpy_state["state"] = {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}
-    values = {"python": random.getstate(), "numpy": numpy_state, "cuda_devices": devices}
+    values = {"python": random.getstate(), "numpy": numpy_state}
     save_file(tensors, folder / "rng.safetensors")
     (folder / "rng.json").write_text(json.dumps(values), encoding="utf-8")
 
@@ -270,20 +162,15 @@ def write_rng(folder: Path) -> None:
 def restore_rng(folder: Path) -> None:
     values = read_json(folder / "rng.json")
     tensors = load_file(folder / "rng.safetensors")
-    torch.set_rng_state(tensors["torch"])
+    torch.set_rng_state(tensors.pop("torch"))
     version, internal, gauss_next = values["python"]
     random.setstate((version, tuple(internal), gauss_next))
     if values["numpy"] is not None:
         import numpy as np
 
         np.random.set_state(values["numpy"])
-    saved, here = values["cuda_devices"], _cuda_devices()
-    if saved != here:
-        devices = f"{saved} CUDA devices, this machine has {here}"
+    here = rng_states().keys()
+    if tensors.keys() != here:
+        devices = f"the devices {sorted(tensors)}, this machine has {sorted(here)}"
         log.warning("%s holds the random state of %s: the run continues with other random numbers", folder, devices)
-    for device in range(min(saved, here)):
-        torch.cuda.set_rng_state(tensors[f"cuda.{device}"], device)
-
-
-def _cuda_devices() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    set_rng_states({name: state for name, state in tensors.items() if name in here})

@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
-from iwopd import algo
-from iwopd.algo.objectives import LossStats, Objective, ObjectiveLoss, TokenStates
+from iwopd.algo.objectives import LossStats, Objective
 from iwopd.config import Optim
+from iwopd.devices import upload
 from iwopd.lm import ResponseModel, Sequences
-from iwopd.modes import eval_mode
+from iwopd.modes import switch_off_dropout
 from iwopd.teacher.scorer import HasModel
+from iwopd.train.checkpoint_optimizer import OptimizerState
+from iwopd.train.micro_batch import Columns, MicroBatchLoss, no_tokens
 from iwopd.train.ranks import Ranks
+from iwopd.train.sharding import ShardedWeights
+from iwopd.train.weights import Weights
 from iwopd.types import Rollout, TokenBatch
 
 
@@ -67,20 +70,21 @@ class Learner:
         lm: ResponseModel,
         optim: Optim,
         objective: Objective,
-        accelerator: Accelerator,
         ranks: Ranks,
         teacher: HasModel | None = None,
     ) -> None:
         """`teacher` is there for objectives that need its whole distributions."""
-        self.lm, self.optim, self.objective, self.accelerator, self.ranks = lm, optim, objective, accelerator, ranks
-        self.teacher = teacher
-        self.parameters = [parameter for parameter in lm.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
-        )
-        _switch_off_dropout(lm.model)
+        switch_off_dropout(lm.model)
+        self.weights = ShardedWeights(lm, ranks) if optim.shard and ranks.count > 1 else Weights(lm, ranks)
+        self.lm = self.weights.lm
         if optim.gradient_checkpointing:
-            lm.model.gradient_checkpointing_enable()
+            self.lm.model.gradient_checkpointing_enable()
+        self.optim, self.objective, self.ranks = optim, objective, ranks
+        self.loss = MicroBatchLoss(self.lm, objective, teacher)
+        self.weights.adopt(self.loss)
+        self.optimizer = torch.optim.AdamW(
+            self.weights.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+        )
 
     def forward(self, rollouts: Sequence[Rollout]) -> ForwardPass | None:
         """The forward pass of the coming update, if it can run before the signal; then nobody else need score the rollouts.
@@ -94,10 +98,9 @@ class Learner:
             return None
         self.lm.model.train()
         sequences = Sequences.from_rollouts([rollouts[row] for row in groups[0]]).to(self.lm.device)
-        with self.accelerator.autocast():
-            hidden = self.lm.token_hidden(sequences)
-            with torch.no_grad():
-                values = self.lm.head_logprobs(hidden, sequences.response_ids).cpu()
+        hidden = self.lm.token_hidden(sequences)
+        with torch.no_grad():
+            values = self.lm.head_logprobs(hidden, sequences.response_ids).cpu()
         if not values.isfinite().all():
             return None  # the scorer will find it too, and its errors name the rollout
         parts = dict(zip(groups[0], sequences.split(values), strict=True))
@@ -111,11 +114,12 @@ class Learner:
             raise ValueError(f"the forward pass has {len(forward.hidden)} tokens, the batch {len(batch.response_ids)}")
         self.lm.model.train()
         steps: list[_OptimizerStep] = []
-        for epoch in range(self.optim.ppo_epochs):
-            for rows in self._mini_batches(len(batch), seed, step, epoch):
-                denominator = int(columns["supervised"][batch.places(rows)].sum())
-                if denominator:
-                    steps.append(self._optimize(batch, columns, rows, denominator, forward))
+        with self.weights.updating():
+            for epoch in range(self.optim.ppo_epochs):
+                for rows in self._mini_batches(len(batch), seed, step, epoch):
+                    denominator = int(columns["supervised"][batch.places(rows)].sum())
+                    if denominator:
+                        steps.append(self._optimize(batch, columns, rows, denominator, forward))
         taken = sum(one.taken for one in steps)
         return Update(
             loss=_mean([one.loss for one in steps]),
@@ -126,6 +130,10 @@ class Learner:
             padding_waste=_mean([one.padding_waste for one in steps]),
             stats=self._merged([one.stats for one in steps]),
         )
+
+    def optimizer_state(self) -> OptimizerState:
+        """What a checkpoint holds of the optimizer. All ranks take part; the main one gets it."""
+        return OptimizerState.of(self.optimizer, self.weights.masters, keep=self.ranks.is_main)
 
     def _mini_batches(self, count: int, seed: int, step: int, epoch: int) -> list[list[int]]:
         """Rows of each optimizer step; shuffled only if there are several, the same on every rank."""
@@ -140,11 +148,14 @@ class Learner:
     ) -> _OptimizerStep:
         """One optimizer step on these rows of the batch, or none if loss or gradient is not finite."""
         loss, stats, waste = self._accumulate(batch, columns, rows, denominator, forward)
-        self.ranks.sum_gradients(self.parameters)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.optim.grad_clip))
+        self.weights.sum_gradients()
+        total = self.weights.gradient_norm()
+        torch.nn.utils.clip_grads_with_norm_(self.weights.parameters, self.optim.grad_clip, total)
+        norm = float(total)
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self.optimizer.step()
+            self.weights.stepped()
         self.optimizer.zero_grad(set_to_none=True)
         return _OptimizerStep(loss, norm, waste, stats, finite)
 
@@ -155,57 +166,33 @@ class Learner:
         mine = rows[self.ranks.rank :: self.ranks.count]
         totals = (batch.prompt_lengths + batch.lengths)[mine].tolist() if mine else []
         groups = self.lm.micro_batches(totals, self.optim.token_budget)
-        loss, parts = 0.0, []
-        for group in groups:
-            chosen = [mine[place] for place in group]
-            here = batch.places(chosen)
-            part = {name: values[here].to(self.lm.device) for name, values in columns.items()}
-            try:
-                out = self._loss(Sequences.from_batch(batch, chosen), part, denominator, forward)
-            except algo.NonFiniteError:  # log-probs that are not numbers: the whole update is void, on every rank
-                loss = math.nan
-                break
-            out.loss.backward()
-            loss += float(out.loss.detach())
-            parts.append(out.stats)
+        rounds = max(self.ranks.gather(len(groups))) if self.weights.in_step else len(groups)
+        hidden = None if forward is None else forward.hidden
+        losses, parts = [], []
+        for group in [*groups, *[[]] * (rounds - len(groups))]:
+            sequences, part = _micro_batch(batch, columns, [mine[place] for place in group])
+            part = {name: upload(values, self.lm.device) for name, values in part.items()}
+            value, stats = self.loss(sequences.to(self.lm.device), part, denominator, hidden)
+            value.backward()
+            # Without statistics there are log-probs that are not numbers: the whole update is void, on every rank.
+            losses.append(value.detach() if stats is not None else torch.full_like(value.detach(), math.nan))
+            parts += [stats] if group and stats is not None else []
+        loss = sum(torch.stack(losses).tolist()) if losses else 0.0  # read once: the host waits for every number
         everyone = self.ranks.gather((loss, [part.cpu() for part in parts]))
         stats = self._merged([part for _, stats in everyone for part in stats])
         return sum(value for value, _ in everyone), stats, self.lm.padding_waste(totals, groups)
-
-    def _loss(
-        self, sequences: Sequences, columns: dict[str, Tensor], denominator: int, forward: ForwardPass | None
-    ) -> ObjectiveLoss:
-        sequences = sequences.to(self.lm.device)
-        if not self.lm.fused:
-            with self.accelerator.autocast():
-                logprobs = self.lm.logprobs(sequences)
-            return self.objective.logprobs_loss(logprobs, columns, denominator)
-        with self.accelerator.autocast():
-            hidden = self.lm.token_hidden(sequences) if forward is None else forward.hidden
-        student = self.lm.token_states(hidden, sequences.response_ids)
-        return self.objective.loss(student, columns, denominator, self._teacher_states(sequences))
-
-    @torch.no_grad()
-    def _teacher_states(self, sequences: Sequences) -> TokenStates | None:
-        """The teacher's hidden states and output matrix, on the student's device; None where the objective does not ask."""
-        if self.teacher is None:
-            return None
-        lm = self.teacher.lm
-        with eval_mode(lm.model), self.teacher.autocast():
-            hidden = lm.token_hidden(sequences.to(lm.device))
-        return lm.token_states(hidden, sequences.response_ids).to(self.lm.device)
 
     def _merged(self, parts: list[LossStats]) -> LossStats:
         return type(parts[0]).merge(parts) if parts else self.objective.no_stats()
 
 
-def _switch_off_dropout(model: nn.Module) -> None:
-    """The update must see the policy that wrote the rollouts: with dropout the first ratio would not be 1."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010
+def _micro_batch(batch: TokenBatch, columns: Columns, rows: Sequence[int]) -> tuple[Sequences, Columns]:
+    """These rows of the batch; no rows: two tokens that teach nothing, for ranks that have no more."""
+    if not rows:
+        one = Sequences.build([batch.prompt_ids[:1]], [batch.response_ids[:1]])
+        return one, no_tokens({name: values[:1] for name, values in columns.items()})
+    here = batch.places(rows)
+    return Sequences.from_batch(batch, rows), {name: values[here] for name, values in columns.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

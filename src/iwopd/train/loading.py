@@ -60,6 +60,15 @@ def reference_source(config: Config, world: tiny.World | None = None) -> ModelSo
     return named or student
 
 
+def check_trainable(config: Config) -> None:
+    """Refuse a student that could be loaded, but not trained."""
+    if config.models.dtype == "float16":
+        raise ConfigError(
+            "models.dtype = 'float16' cannot be trained here: a token's share of the gradient is below float16's smallest "
+            "number, and this trainer does not scale losses. Set 'bfloat16' or 'float32'; teacher_dtype may be 'float16'"
+        )
+
+
 def load_student(config: Config, source: ModelSource, device: torch.device) -> Any:
     """The student, with its adapter if it gets one."""
     model = _load(config, source, device, config.models.dtype, quantization(config.lora.quantize))

@@ -1,0 +1,73 @@
+"""The loss of one micro-batch as a module: the model's body, its head and the objective in one forward pass.
+
+One module, because sharded weights (`sharding`) are whole only while the module that they belong to runs, and the objective
+still works on the output matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from iwopd import algo
+from iwopd.algo.objectives import LossStats, Objective, ObjectiveLoss, TokenStates
+from iwopd.lm import ResponseModel, Sequences
+from iwopd.modes import eval_mode
+from iwopd.teacher.scorer import HasModel
+
+Columns = Mapping[str, Tensor]
+
+
+class MicroBatchLoss(nn.Module):
+    """Executes an objective and does not know which."""
+
+    def __init__(self, lm: ResponseModel, objective: Objective, teacher: HasModel | None = None) -> None:
+        """`teacher` is there for objectives that need its whole distributions."""
+        super().__init__()
+        self.model = lm.model  # a part of this module; the teacher is none
+        self.lm, self.objective, self.teacher = lm, objective, teacher
+
+    def forward(
+        self, sequences: Sequences, columns: Columns, denominator: int, hidden: Tensor | None = None
+    ) -> tuple[Tensor, LossStats | None]:
+        """Loss [] and statistics of N tokens; `hidden` [N, H] are their states, if they are known already.
+
+        Log-probs that are not numbers give no statistics and the loss of no tokens, 0: its backward pass works, and with
+        sharded weights the other processes wait for it.
+        """
+        compute = (
+            self._from_states(sequences, denominator, hidden) if self.lm.fused else self._from_logprobs(sequences, denominator)
+        )
+        try:
+            out = compute(columns)
+        except algo.NonFiniteError:
+            return compute(no_tokens(columns)).loss, None
+        return out.loss, out.stats
+
+    def _from_states(self, sequences: Sequences, denominator: int, hidden: Tensor | None) -> Callable[[Columns], ObjectiveLoss]:
+        if hidden is None:
+            hidden = self.lm.token_hidden(sequences)
+        student = self.lm.token_states(hidden, sequences.response_ids)
+        teacher = self._teacher_states(sequences)
+        return lambda columns: self.objective.loss(student, columns, denominator, teacher)
+
+    def _from_logprobs(self, sequences: Sequences, denominator: int) -> Callable[[Columns], ObjectiveLoss]:
+        logprobs = self.lm.logprobs(sequences)
+        return lambda columns: self.objective.logprobs_loss(logprobs, columns, denominator)
+
+    @torch.no_grad()
+    def _teacher_states(self, sequences: Sequences) -> TokenStates | None:
+        """The teacher's hidden states and output matrix, on the student's device; None where the objective does not ask."""
+        if self.teacher is None:
+            return None
+        lm = self.teacher.lm
+        with eval_mode(lm.model):
+            hidden = lm.token_hidden(sequences.to(lm.device))
+        return lm.token_states(hidden, sequences.response_ids).to(self.lm.device)
+
+
+def no_tokens(columns: Columns) -> Columns:
+    """The same columns with no supervised token."""
+    return {**columns, "supervised": torch.zeros_like(columns["supervised"])}
