@@ -12,7 +12,7 @@ from iwopd.cluster.plan import GPUS, Gpu, Workload, make_plan, open_workload
 from iwopd.cluster.plan.layout import local_layout
 from iwopd.cluster.plan.public_models import PUBLIC, make_config
 from iwopd.config import make_config as make_settings
-from iwopd.train.memory import GB, ModelShape
+from iwopd.train.memory import GB, UPDATE, ModelShape
 
 PROMPT, RESPONSE = 2048, 16384
 SHORT = 4096
@@ -46,21 +46,24 @@ def models() -> Iterator[str]:
         yield f"| {name} | {sizes} | {cell / 1e3:.0f} kB | {longest:.1f} GB |"
 
 
-COLUMNS = "weights and Adam | gradients | teacher | bfloat16 copies | activations | head | one row | needed | fits | rows"
-HEAD = f"| set-up | {COLUMNS} |\n" + "| --- " * 11 + "|"
+COLUMNS = "weights and Adam | teacher | rollouts | scores | update | needed | fits | rows"
+HEAD = f"| set-up | {COLUMNS} |\n" + "| --- " * 9 + "|"
 
 
-def _local(words: str, work: Workload, gpu: Gpu) -> str:
-    layout = local_layout(work, gpu)
+def _local(words: str, work: Workload, gpu: Gpu, ranks: int = 1) -> str:
+    """What stays, what the stages take on top of it (rollouts: with one row under way), and their largest sum."""
+    layout, memory = local_layout(work, gpu, ranks), work.on_one_device(memory=gpu.memory, ranks=ranks)
     (need,) = layout.needs
-    named = ("gradients", "teachers", "autocast copies", "activations", "head", "cache")
-    cells = [need.parts["weights"] + need.parts["adam"], *(need.parts[name] for name in named), need.needed]
+    own, state = sum(memory.state[name] for name in ("weights", "masters", "adam")), sum(memory.state.values())
+    stages = [memory.needed(*names) - state for names in (("rollouts",), ("scores",), UPDATE)]
+    cells = [own, state - own, *stages, need.needed]
     rows = f"{layout.cache_tokens // work.longest:.0f}" if layout.fits else "-"
     return f"| {words} | " + " | ".join(f"{cell / GB:.1f}" for cell in cells) + f" | {need.verdict} | {rows} |"
 
 
 SERVER: dict[str, Any] = {"teacher": {"urls": ["http://teacher:8000"]}}
 HALF: dict[str, Any] = {"models": {"dtype": "bfloat16"}}
+SHARD: dict[str, Any] = {"optim": {"shard": True}}
 LORA: dict[str, Any] = {**HALF, "lora": {"rank": 16}}
 QLORA: dict[str, Any] = {**HALF, "lora": {"rank": 16, "quantize": "4bit"}}
 
@@ -87,6 +90,17 @@ def one_large() -> Iterator[str]:
     yield _local("Qwen3-4B, teacher behind a server", workload("Qwen3-4B", "Qwen3-4B", **SERVER), GPUS["h100"])
 
 
+def eight_local() -> Iterator[str]:
+    """This trainer in eight processes on eight GPUs of 80 GB with `optim.shard`, at the paper's lengths; one of the GPUs."""
+    yield HEAD
+    for name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"):
+        for words, teacher, settings in (
+            ("teacher 4B beside each", "Qwen3-4B", {}),
+            ("teacher 30B-A3B behind a server", "Qwen3-30B-A3B", SERVER),
+        ):
+            yield _local(f"{name}, {words}", workload(name, teacher, **SHARD, **settings), GPUS["h100"], ranks=8)
+
+
 def eight_large() -> Iterator[str]:
     """Verl on eight GPUs of 80 GB, at the paper's lengths, in the split that the plan chooses."""
     yield "| pair | GPUs of student and teacher | student, update | student, rollouts | teacher | fits |"
@@ -105,7 +119,7 @@ def eight_large() -> Iterator[str]:
         yield f"| {name} from {teacher} | {layout.student_gpus} + {layout.teacher_gpus} | {cells} | {verdict} |"
 
 
-TABLES = (models, one_small, one_large, eight_large)
+TABLES = (models, one_small, one_large, eight_local, eight_large)
 
 if __name__ == "__main__":
     for table in TABLES:

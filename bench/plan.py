@@ -31,7 +31,7 @@ from iwopd.cluster.plan.public_models import PublicShape, make_config, public_co
 from iwopd.cluster.plan.rates import FAST, SLOW, TYPICAL, Rates
 from iwopd.cluster.plan.rollouts import answer_lengths, decode_seconds, step_seconds
 from iwopd.cluster.plan.work import all_flops, decode_bytes, decode_flops, forward_flops, update_flops
-from iwopd.train.memory import ModelShape, TrainedModel, device_memory
+from iwopd.train.memory import UPDATE, DeviceMemory, ModelShape, Tokens, TrainedModel
 
 LEAST, MOST = 0.95, 1.45
 """Predicted by measured memory. The parts that are added up do not all meet, so the sum is above what is ever in use."""
@@ -74,7 +74,6 @@ class Step:
 
     def __init__(self, model: Any, answers: list[int], checkpointing: bool = False) -> None:
         import torch
-        from accelerate import Accelerator
 
         from iwopd.algo.objectives import make_objective
         from iwopd.config import Optim
@@ -88,9 +87,7 @@ class Step:
 
         optim = Optim(gradient_checkpointing=checkpointing, token_budget=PROMPT + max(answers))
         self.model, self.answers = model, answers
-        self.learner = Learner(
-            ResponseModel(model), optim, make_objective({"weights": "cumulative-share"}), Accelerator(cpu=True), Ranks()
-        )
+        self.learner = Learner(ResponseModel(model), optim, make_objective({"weights": "cumulative-share"}), Ranks())
         self.scorer = LocalScorer(model, token_budget=PROMPT + max(answers))
         self.sampler = LocalSampler(model, SamplingSettings(max(answers)))
         generator = torch.Generator().manual_seed(0)
@@ -199,11 +196,9 @@ def memory_of(case: dict[str, Any]) -> tuple[float, float]:
     # Not ru_maxrss: a new process inherits there what its parent had.
     (peak_kb,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     peak = int(peak_kb) * 1024
-    student = TrainedModel(
-        ModelShape.of(step.model.config), number_bytes=4, compute_bytes=4, gradient_checkpointing=case["checkpointing"]
-    )
-    needed = device_memory(student, PROMPT + case["answer"], on_gpu=False)
-    return needed.update - needed.weights, peak - before
+    student = TrainedModel(ModelShape.of(step.model.config), autocast=False, gradient_checkpointing=case["checkpointing"])
+    memory = DeviceMemory(student=student, tokens=Tokens(update=PROMPT + case["answer"]), on_gpu=False).step
+    return memory.needed(*UPDATE) - memory.state["weights"], peak - before
 
 
 def memory() -> Iterator[tuple[str, float, float]]:

@@ -14,16 +14,21 @@ from transformers import Qwen3Config
 
 from iwopd import tiny
 from iwopd.adapters import add_adapter
+from iwopd.algo.objectives import make_objective
 from iwopd.cluster.plan import GPUS, open_workload
 from iwopd.cluster.plan.layout import layouts, local_layout
 from iwopd.cluster.plan.public_models import PUBLIC, make_config
 from iwopd.config import Config, Lora, Optim, load_config
+from iwopd.lm import ResponseModel
 from iwopd.tiny.architecture import new_model
+from iwopd.train.doctor import resources
 from iwopd.train.doctor.case import Case, open_case
 from iwopd.train.doctor.findings import Finding
-from iwopd.train.doctor.resources import check_resources, step_memory
+from iwopd.train.doctor.resources import check_resources, run_shape, step_memory
+from iwopd.train.learner import Learner
 from iwopd.train.loading import world_recipe
-from iwopd.train.memory import ModelShape, StepMemory, Stored, TrainedModel, device_memory
+from iwopd.train.memory import UPDATE, DeviceMemory, ModelShape, StepMemory, Stored, Tokens, TrainedModel
+from iwopd.train.ranks import Launched, Ranks
 from models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -73,69 +78,92 @@ MATRICES = 3 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
 SIZE = 1000 * 64 + MATRICES + 3 * (2 * 64 + 2 * 16) + 64
 
 
+TOKENS = Tokens(update=10, scores=20)
+
+
 def test_a_step_by_hand() -> None:
     shape = ModelShape.of(CONFIG)
     assert (shape.count.total, shape.count.layers) == (SIZE, MATRICES)
     assert shape.cache_elements == 3 * 2 * 2 * 16
-    kept = 8 * 64 + 4 * (4 + 2) * 16 + 4 * 128
-    assert shape.activation_elements(gradient_checkpointing=False) == 3 * kept
-    assert shape.activation_elements(gradient_checkpointing=True) == 3 * 64 + kept
-    student = TrainedModel(shape, number_bytes=4, compute_bytes=2, gradient_checkpointing=False)
-    needed = device_memory(student, 10, teachers=(Stored(shape, 2), Stored(shape, 2, 0.5)), reference=Stored(shape, 4))
-    assert (needed.weights, needed.gradients, needed.adam) == (4 * SIZE, 4 * SIZE, 8 * SIZE)
-    assert (needed.teachers, needed.reference) == (3 * SIZE, 4 * SIZE)
-    assert needed.activations == 10 * 3 * kept * 2
-    assert needed.autocast_copies == 2 * MATRICES
-    assert needed.head == 4 * 2 * 10 * 1000 + 4 * 1000 * 64  # shorter than a chunk; and the output matrix's gradient
-    assert needed.total == needed.update == sum(needed.update_parts.values())
-    assert needed.checkpoint == 12 * SIZE
-    spread = device_memory(student, 10, shards=2, on_verl=True)
-    assert (spread.weights, spread.gradients, spread.adam) == (2 * SIZE, 2 * SIZE, 4 * SIZE)
-    assert (spread.autocast_copies, spread.head) == (0, 2 * 2 * 10 * 1000 + 4 * 1000 * 64)
+    student = TrainedModel(shape, number_bytes=4, autocast=True, gradient_checkpointing=False)
+    teachers = (Stored(shape, 2), Stored(shape, 2, 0.5))
+    step = DeviceMemory(student=student, tokens=TOKENS, teachers=teachers, reference=Stored(shape, 4)).step
+    state = {"weights": 4 * SIZE, "masters": 0, "adam": 8 * SIZE, "teachers": 3 * SIZE, "reference": 4 * SIZE}
+    assert step.state == state
+    sums = 4 * (2 + 2 * 4 + 2)  # of norms and of the softmax
+    layer = (8 + 2 * 4 + 5 * 2) * 64 + (4 + 3 * 2) * (64 + 32) + 2 * 64 + 4 * 2 * 128 + sums
+    assert student.on_its_way.saved_by_layer == layer
+    loss = step.stages["loss"]
+    assert loss["activations"] == 10 * (3 * layer + 24 * 64)
+    assert (loss["gradients"], loss["autocast copies"]) == (4 * SIZE, 2 * MATRICES)
+    assert loss["head"] == 4 * 3 * 10 * 1000 + 4 * 1000 * 64  # shorter than a chunk; and the output matrix's gradient
+    assert step.needed("loss") == sum(state.values()) + sum(loss.values())
+    assert step.total == step.needed(step.largest()) == max(step.needed(stage) for stage in step.stages)
+    assert step.checkpoint == 12 * SIZE
+
+
+def test_recomputed_layers_keep_their_inputs() -> None:
+    """And no copies of autocast: those of trained weights stay until the forward pass ends, those of the layer at work then."""
+    shape = ModelShape.of(CONFIG)
+    step = DeviceMemory(student=TrainedModel(shape), tokens=TOKENS).step
+    assert step.stages["loss"]["activations"] == 10 * (3 * 4 * 64 + 24 * 64)
+    copies = [step.stages[stage]["autocast copies"] for stage in UPDATE]
+    assert copies == [2 * MATRICES, *2 * [2 * shape.count.largest_layer]]
+
+
+def test_shards_and_what_is_gathered_of_them() -> None:
+    shape = ModelShape.of(CONFIG)
+    gathered = 1000 * 64 + 64 + 2 * shape.count.largest_layer
+    here = DeviceMemory(student=TrainedModel(shape), tokens=TOKENS, shards=4).step
+    assert here.state["weights"] == SIZE
+    assert (here.state["adam"], here.stages["loss"]["gradients"]) == (2 * SIZE, SIZE)
+    assert here.stages["backward pass"]["gathered layers"] == 2 * 4 * gathered  # weights and gradients
+    assert [here.stages[stage].get("whole student", 0) for stage in ("rollouts", "scores", *UPDATE)] == [4 * SIZE] * 2 + [0] * 3
+    verl = DeviceMemory(student=TrainedModel(shape), tokens=TOKENS, shards=4, on_verl=True).step
+    assert (verl.state["weights"], verl.stages["loss"]["autocast copies"]) == (SIZE, 0)
+    assert verl.stages["loss"]["head"] == 2 * 2 * 10 * 1000 + 4 * 1000 * 64  # two copies of all logits
+    assert verl.stages["loss"]["gathered layers"] == 2 * 2 * gathered
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_half_precision_trains_on_masters(shards: int) -> None:
+    """So it saves little: 18 instead of 16 bytes a weight, and with shards the masters are what is gathered."""
+    student = TrainedModel(ModelShape.of(CONFIG), number_bytes=2)
+    step = DeviceMemory(student=student, tokens=TOKENS, shards=shards).step
+    own = [step.state[name] * shards for name in ("weights", "masters", "adam")]
+    assert own == ([2 * SIZE, 4 * SIZE, 8 * SIZE] if shards == 1 else [4 * SIZE, 0, 8 * SIZE])
+    assert step.stages["loss"]["gradients"] == 4 * SIZE / shards
+    assert step.checkpoint == 14 * SIZE
 
 
 @pytest.mark.parametrize(("quantized", "matrix"), [(None, 2), (0.55, 0.55)])
 def test_an_adapter_trains_little(quantized: float | None, matrix: float) -> None:
-    student = TrainedModel(ModelShape.of(CONFIG), number_bytes=2, adapter=100, quantized_bytes=quantized)
-    needed = device_memory(student, 1)
-    assert needed.weights == pytest.approx(matrix * MATRICES + 2 * (SIZE - MATRICES) + 400)
-    assert (needed.gradients, needed.adam, needed.checkpoint) == (400, 800, 1200)
+    student = TrainedModel(ModelShape.of(CONFIG), number_bytes=2, adapter=100, adapter_rank=1, quantized_bytes=quantized)
+    step = DeviceMemory(student=student, tokens=TOKENS).step
+    assert step.state["weights"] == pytest.approx(matrix * MATRICES + 2 * (SIZE - MATRICES) + 400)
+    assert (step.stages["loss"]["gradients"], step.state["masters"], step.state["adam"], step.checkpoint) == (400, 0, 800, 1200)
 
 
 @pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 0), ("bfloat16", 4)])
 def test_a_real_learner_holds_what_is_counted(dtype: str, rank: int) -> None:
-    """Weights, gradients and Adam's moments of a real update, byte by byte."""
+    """Weights, masters, gradients and Adam's moments, byte by byte."""
     model = make_model("qwen3").to(getattr(torch, dtype))
     if rank:
         add_adapter(model, rank, 32.0, ["all-linear"])
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=Optim().lr, fused=True)  # as in `train/learner.py`
+    learner = Learner(ResponseModel(model), Optim(), make_objective({}), Ranks())
     model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.float().sum().backward()
-    optimizer.step()
+    trained = learner.weights.parameters
+    gradients = sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
+    learner.optimizer.step()
     shape = ModelShape.of(make_model("qwen3").config)
     adapter = shape.adapter_parameters(Lora(rank=rank)) if rank else 0
-    needed = device_memory(TrainedModel(shape, number_bytes={"float32": 4, "bfloat16": 2}[dtype], adapter=adapter), 1)
-    assert needed.weights == sum(parameter.nbytes for parameter in model.parameters())
-    assert needed.gradients == sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
-    moments = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")
-    assert needed.adam == sum(value.nbytes for value in moments)
-
-
-def test_autocast_keeps_copies_of_the_matrices() -> None:
-    model = make_model("qwen3").train()
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype == torch.bfloat16:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model(input_ids=torch.ones(1, 1, dtype=torch.long)).last_hidden_state
-    matrices = {parameter.numel() for name, parameter in model.model.layers.named_parameters() if parameter.dim() == 2}
-    saved = 2 * sum(size for size in kept.values() if size in matrices)
-    assert hidden.requires_grad
-    assert saved == TrainedModel(ModelShape.of(model.config)).autocast_copies
+    student = TrainedModel(shape, getattr(torch, dtype).itemsize, autocast=False, adapter=adapter, adapter_rank=rank)
+    step = DeviceMemory(student=student, tokens=TOKENS).step
+    assert step.state["weights"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert step.state["masters"] == sum(parameter.nbytes for parameter in learner.weights.masters.values())
+    assert step.stages["loss"]["gradients"] == gradients
+    moments = (value for state in learner.optimizer.state.values() for name, value in state.items() if name != "step")
+    assert step.state["adam"] == sum(value.nbytes for value in moments)
 
 
 # --- recipes --------------------------------------------------------------------------------------------------------------
@@ -167,16 +195,14 @@ def planned(config: Config) -> dict[str, float]:
 
 def examined(config: Config, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """By the doctor, on a machine with one H100."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (int(H100.memory), int(H100.memory)))
+    monkeypatch.setattr(resources, "accelerators", lambda _: resources.Accelerators(1, int(H100.memory), int(H100.memory)))
     seen: list[StepMemory] = []
 
-    def judge(memory: StepMemory, **_: Any) -> list[Finding]:
+    def judge(memory: StepMemory, *_: Any, **__: Any) -> list[Finding]:
         seen.append(memory)
         return []
 
-    monkeypatch.setattr("iwopd.train.doctor.resources._memory", judge)
+    monkeypatch.setattr(resources, "_memory", judge)
     recipe = world_recipe(config)
     if recipe is None:
         list(check_resources(open_case(config, Path("run"))))
@@ -228,22 +254,16 @@ def test_doctor_and_plan_agree_on_further_models(folders: dict[str, str], monkey
     assert parts["reference"] == 4 * sizes["Qwen3-0.6B"]
 
 
-def test_bfloat16_weights_have_bfloat16_gradients_and_moments(folders: dict[str, str]) -> None:
-    config = read(RECIPE, folders, models__dtype="bfloat16")
-    work, parts = open_workload(config), planned(config)
-    size = work.student.count.total
-    assert (parts["weights"], parts["gradients"], parts["adam"]) == (2 * size, 2 * size, 4 * size)
-    on_verl = next(layouts(work, H100, 1, 8))
+def test_bfloat16_weights_save_little(folders: dict[str, str]) -> None:
+    """Not the remedy that it seems: masters, moments and gradients are float32."""
+    whole, half = (planned(read(RECIPE, folders, models__dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    size = open_workload(read(RECIPE, folders)).student.count.total
+    own = [half[name] for name in ("weights", "masters", "adam")]
+    assert own == [2 * size, 4 * size, 8 * size]
+    assert 0.9 * whole["total"] < half["total"]
+    on_verl = next(layouts(open_workload(read(RECIPE, folders, models__dtype="bfloat16")), H100, 1, 8))
     shard = on_verl.student_gpus
-    assert [on_verl.needs[0].parts[name] * shard for name in ("weights", "gradients", "adam")] == [2 * size, 2 * size, 4 * size]
-
-
-def test_the_doctor_knows_the_precision(folders: dict[str, str]) -> None:
-    def activations(precision: str) -> float:
-        case = open_case(read(RECIPE, folders, precision=precision), Path("run"))
-        return step_memory(case, {"student": case.student.config}).activations
-
-    assert activations("no") == 2 * activations("bf16")
+    assert [on_verl.needs[0].parts[name] * shard for name in ("weights", "gradients", "adam")] == [4 * size, 4 * size, 8 * size]
 
 
 @pytest.mark.parametrize(
@@ -252,22 +272,89 @@ def test_the_doctor_knows_the_precision(folders: dict[str, str]) -> None:
 )
 def test_where_the_teacher_is(device: str | None, gpus: int, share: float, folders: dict[str, str]) -> None:
     work = open_workload(read(RECIPE, folders, **({} if device is None else {"models__teacher_device": device})))
-    assert work.on_one_device(gpus=gpus).teachers == share * 2 * work.teachers["teacher"].count.total
+    assert work.on_one_device(gpus=gpus).state["teachers"] == share * 2 * work.teachers["teacher"].count.total
 
 
-def test_a_local_engine_has_the_dtype_of_the_models(folders: dict[str, str]) -> None:
-    """On verl it follows `precision`, as the launcher tells it."""
-    work = open_workload(read(RECIPE, folders, rollout__engine="vllm"))
+def test_a_writer_has_the_precision_of_the_run(folders: dict[str, str]) -> None:
+    """The sampler's cache, the copies that it writes with, and an engine's copy of the student."""
+    work = open_workload(read(RECIPE, folders))
+    row = 1.1 * work.longest * work.student.cache_elements
+    sampler = work.on_one_device().writer
+    assert [sampler.cache, sampler.weights] == pytest.approx([2 * row, 2 * work.student.count.layers])
+    whole = open_workload(read(RECIPE, folders, precision="no")).on_one_device().writer
+    assert [whole.cache, whole.weights] == pytest.approx([4 * row, 0])
+    engine = open_workload(read(RECIPE, folders, rollout__engine="vllm"))
     size = work.student.count.total
-    assert work.on_one_device(memory=H100.memory).writer.weights == 4 * size
-    assert work.on_verl(gpus=4, engine_shards=2, gpu_memory=H100.memory).writer.weights == 2 * size / 2
+    assert engine.on_one_device(memory=H100.memory).writer.weights == 2 * size
+    assert engine.on_verl(gpus=4, engine_shards=2, gpu_memory=H100.memory).writer.weights == 2 * size / 2
+    single = open_workload(read(RECIPE, folders, rollout__engine="vllm", precision="no"))
+    assert single.on_one_device(memory=H100.memory).writer.weights == 4 * size
 
 
-def test_the_cache_of_the_sampler_has_the_dtype_of_the_weights(folders: dict[str, str]) -> None:
-    """Autocast is the update's: the sampler writes with the weights as they are."""
-    parts, half = (planned(read(RECIPE, folders, models__dtype=dtype)) for dtype in ("float32", "bfloat16"))
-    assert parts["cache"] == 2 * half["cache"]
-    assert parts["activations"] == half["activations"]
+def test_scores_are_a_stage_of_their_own(folders: dict[str, str]) -> None:
+    """65,536 tokens at a time: with recomputed layers and short micro-batches they take the most."""
+    work = open_workload(read(RECIPE, folders, rollout__max_tokens=1024, optim__token_budget=3072))
+    memory = work.on_one_device()
+    teacher = Stored(work.teachers["teacher"], 2)
+    student = TrainedModel(work.student)
+    assert memory.stages["scores"]["scoring"] == max(
+        2**16 * student.on_its_way.reading + 2 * work.student.count.layers, 2**16 * teacher.reading
+    )
+    short = {"rollout__max_tokens": 1024, "optim__token_budget": 3072}
+    adapter = open_workload(read(RECIPE, folders, lora__rank=16, models__dtype="bfloat16", **short))
+    assert adapter.on_one_device().largest() == "scores"
+
+
+def test_ranks_share_the_rollouts_and_with_shards_the_weights(folders: dict[str, str]) -> None:
+    work = open_workload(read(RECIPE, folders))
+    spread = open_workload(read(RECIPE, folders, optim__shard=True))
+    alone, eight, sharded = work.on_one_device(), work.on_one_device(ranks=8), spread.on_one_device(ranks=8)
+    assert alone.state == eight.state
+    size = work.student.count.total
+    assert [sharded.state[name] for name in ("weights", "adam")] == [4 * size / 8, 8 * size / 8]
+    assert sharded.stages["rollouts"]["whole student"] == 4 * size
+    assert sharded.total < 0.6 * alone.total
+    few = {"rollout__prompts_per_step": 4, "rollout__max_tokens": 128, "data__max_prompt_tokens": 128}
+    short = open_workload(read(RECIPE, folders, **few))
+    assert short.on_one_device(ranks=2).stages["loss"]["activations"] == short.on_one_device().stages["loss"]["activations"] / 2
+
+
+def test_a_pass_that_waits_is_counted_beside_the_scores(folders: dict[str, str]) -> None:
+    few = {"rollout__prompts_per_step": 4, "rollout__max_tokens": 128, "data__max_prompt_tokens": 128}
+    one = open_workload(read(RECIPE, folders, **few)).on_one_device()
+    several = open_workload(read(RECIPE, folders, **few, optim__mini_batches=2)).on_one_device()
+    assert one.stages["scores"]["activations"] > 0
+    assert "activations" not in several.stages["scores"]
+
+
+def test_teachers_on_the_cpu_are_copies_in_main_memory(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read(RECIPE, folders, models__teacher_device="cpu")
+    work = open_workload(config)
+    one, two = work.in_main_memory(1), work.in_main_memory(2)
+    teacher = Stored(work.teachers["teacher"], 2)
+    assert one == teacher.weights + work.longest * teacher.reading
+    assert two == 2 * one
+    assert open_workload(read(RECIPE, folders)).in_main_memory(8) == 0
+    monkeypatch.setattr(resources, "accelerators", lambda _: resources.Accelerators(8, int(H100.memory), int(H100.memory)))
+    monkeypatch.setattr(resources, "main_memory", lambda: int(5 * one))
+    found = {}
+    for ranks in (1, 8):
+        lines = check_resources(open_case(config, Path("run")), ranks=Launched(ranks, ranks))
+        found[ranks] = [finding for finding in lines if "teachers on the CPU" in finding.message]
+    assert [finding.level for finding in found[1]] == ["pass"]
+    assert [finding.level for finding in found[8]] == ["fail"]
+    assert "8 copies" in found[8][0].message
+
+
+def test_processes_on_a_machine_without_gpus_share_its_memory(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = open_case(read(RECIPE, folders), Path("run"))
+    need = step_memory(run_shape(case, {"student": case.student.config, "teacher": case.teacher.config}), None, 2).total
+    monkeypatch.setattr(resources, "main_memory", lambda: int(1.5 * need))
+    levels = {}
+    for ranks in (1, 2):
+        lines = check_resources(case, ranks=Launched(ranks, ranks))
+        levels[ranks] = next(finding.level for finding in lines if finding.check == "memory")
+    assert levels == {1: "pass", 2: "fail"}
 
 
 def test_an_unreadable_teacher_is_named(folders: dict[str, str], tmp_path: Path) -> None:

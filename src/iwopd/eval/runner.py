@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,16 @@ from iwopd.types import EvalResult, Prompt, Rollout
 
 Write = Callable[[Sequence[Prompt]], list[Rollout]]
 """Samples answers: all of the first prompt, then of the second, ... The caller chooses engine and noise."""
+
+
+class Answer(NamedTuple):
+    rollout: Rollout
+    text: str
+    verdict: Verdict
+
+
+Share = Callable[[Sequence[Prompt], Callable[[Sequence[Prompt]], list[Answer]]], list[Answer]]
+"""Has prompts answered, by several processes perhaps, and puts the answers into the prompts' order."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +35,19 @@ class Evaluation:
     verdicts: list[Verdict]
 
 
-def evaluate(task: Task, write: Write, tokenizer: Any, *, samples: int = 1, step: int | None = None) -> Evaluation:
-    """Score `samples` answers of every problem."""
-    rollouts = write(task.prompts)
-    texts = [str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True)) for rollout in rollouts]
-    verdicts = task.check([rollout.prompt for rollout in rollouts], texts)
-    scores = torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float64).reshape(len(task.prompts), samples)
+def evaluate(
+    task: Task, write: Write, tokenizer: Any, *, samples: int = 1, step: int | None = None, share: Share | None = None
+) -> Evaluation:
+    """Score `samples` answers of every problem; with `share`, whoever writes an answer checks it, too."""
+
+    def answer(prompts: Sequence[Prompt]) -> list[Answer]:
+        rollouts = write(prompts)
+        texts = [str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True)) for rollout in rollouts]
+        verdicts = task.check([rollout.prompt for rollout in rollouts], texts) if rollouts else []
+        return [Answer(*parts) for parts in zip(rollouts, texts, verdicts, strict=True)]
+
+    answers = answer(task.prompts) if share is None else share(task.prompts, answer)
+    scores = torch.tensor([one.verdict.score for one in answers], dtype=torch.float64).reshape(len(task.prompts), samples)
     result = EvalResult(task.name, tuple(prompt.id for prompt in task.prompts), scores, step)
-    return Evaluation(result, rollouts, texts, verdicts)
+    parts = [one.rollout for one in answers], [one.text for one in answers], [one.verdict for one in answers]
+    return Evaluation(result, *parts)

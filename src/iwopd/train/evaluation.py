@@ -34,9 +34,10 @@ def _evaluate(task: Task, config: Config, parts: Parts, run: RunDirectory, track
 
     def write(prompts: Any) -> list[Rollout]:
         # The same noise at every step and for every method: differences are the model's.
-        return parts.ranks.share(prompts, lambda mine: sampler.sample(mine, seed=config.seed, step=0, samples=task.samples))
+        return sampler.sample(prompts, seed=config.seed, step=0, samples=task.samples)
 
-    evaluation = evaluate(task, write, parts.tokenizer, samples=task.samples, step=step)
+    parts.before_writing()
+    evaluation = evaluate(task, write, parts.tokenizer, samples=task.samples, step=step, share=parts.ranks.share)
     if parts.ranks.is_main:
         tracker.evaluation(evaluation, time.perf_counter() - start)
         try:

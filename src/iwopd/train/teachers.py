@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from iwopd.config import Config, TeacherSource
+from iwopd.config import Config, ConfigError, TeacherSource
 from iwopd.data.teacher_view import PromptTemplate, teacher_prompt
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer
@@ -31,6 +31,24 @@ def build_teacher(config: Config, tokenizer: Any, prompts: Sequence[Prompt], max
 def scores_early(config: Config) -> bool:
     """Whether the teacher scores finished answers while others are being written."""
     return config.teacher.has_servers if config.rollout.overlap is None else config.rollout.overlap
+
+
+def has_local_teacher(config: Config) -> bool:
+    """Whether a teacher is loaded here: the first one, or one of the others."""
+    return not config.teacher.urls or any(other.model is not None for other in config.teacher.others.values())
+
+
+def check_teacher_device(config: Config, ranks: int) -> None:
+    """Refuse a device that all `ranks` processes of a machine would load their own copy of the teacher onto."""
+    device = config.models.teacher_device
+    if ranks == 1 or device is None or not has_local_teacher(config) or (device != "auto" and ":" not in device):
+        return
+    where = "spread over all GPUs" if device == "auto" else f"onto {device}"
+    raise ConfigError(
+        f"models.teacher_device = {device!r} with {ranks} processes on a machine: each would load a copy of the teacher "
+        f"{where}. Leave it empty (each process has a copy beside its student), set 'cpu' (each has one in main memory), or "
+        "put the teacher behind a server (teacher.urls), which all of them ask"
+    )
 
 
 def _scorer(config: Config, name: str | None, source: TeacherSource, tokenizer: Any, local: LocalTeacher) -> Scorer:

@@ -10,7 +10,8 @@ from iwopd.cluster.plan.gpus import Gpu, PlanError
 from iwopd.cluster.plan.workload import Workload
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.pools import Pools, pools
-from iwopd.train.memory import ModelShape, StepMemory
+from iwopd.train.memory import UPDATE, ModelShape, StepMemory
+from iwopd.train.memory.run import CACHE_SLACK
 
 MARGIN = 1.15
 """What the arithmetic leaves out (allocator's slack, CUDA context, communication buffers): docs/gpu.md says 10-20 %."""
@@ -151,7 +152,7 @@ def _on_verl(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_g
             teacher_copies=split.teacher_replicas,
             needs=(_update_need(gpu, memory), writing, *teachers),
             cache_tokens=memory.writer.cache / token,
-            largest_share=(gpu.memory / 1.1 - (0.0 if memory.offloaded else memory.state)) / gpu.memory,
+            largest_share=(gpu.memory / 1.1 - _kept(memory)) / gpu.memory,
         )
         if writing.verdict != "no":
             break
@@ -182,7 +183,7 @@ def _update_need(gpu: Gpu, memory: StepMemory) -> Need:
         "use more GPUs for the student, larger ones, or cluster.sequence_parallel; lower optim.token_budget and "
         "rollout.max_tokens; or set cluster.offload = true"
     )
-    return Need("student, update", memory.update, gpu.memory, memory.update_parts, remedy)
+    return Need("student, update", memory.needed(*UPDATE), gpu.memory, memory.parts_of(memory.largest(*UPDATE)), remedy)
 
 
 def _rollouts_need(work: Workload, gpu: Gpu, memory: StepMemory, row: float) -> Need:
@@ -190,12 +191,17 @@ def _rollouts_need(work: Workload, gpu: Gpu, memory: StepMemory, row: float) -> 
     share = work.vllm.memory_share
     if memory.writer.cache < row:  # not even one longest answer: the share is too small
         needed = memory.writer.weights + memory.writer.working + row
-        parts = memory.writer.parts | {"cache": 0.0, "one longest answer": row}
+        parts: dict[str, float] = memory.writer.parts | {"cache": 0.0, "one longest answer": row}
         remedy = f"raise engine.vllm.memory_share (now {share:g}) or engine.vllm.tensor_parallel, or lower rollout.max_tokens"
         return Need("student, rollouts", needed, share * gpu.memory, parts, remedy, margin=1.0)
-    parts = {"training state": 0.0 if memory.offloaded else memory.state, **memory.writer.parts}
+    parts = {"training state": _kept(memory), **memory.writer.parts}
     remedy = f"lower engine.vllm.memory_share (now {share:g}), set cluster.offload = true, or use more GPUs for the student"
-    return Need("student, rollouts", memory.rollouts, gpu.memory, parts, remedy, ENGINE_MARGIN)
+    return Need("student, rollouts", memory.needed("rollouts"), gpu.memory, parts, remedy, ENGINE_MARGIN)
+
+
+def _kept(memory: StepMemory) -> float:
+    """Bytes of the training state while rollouts are written."""
+    return 0.0 if memory.offloaded else sum(memory.state.values())
 
 
 def _teacher_need(work: Workload, name: str, teacher: ModelShape, gpu: Gpu, shards: int) -> Need:
@@ -212,11 +218,13 @@ def _teacher_need(work: Workload, name: str, teacher: ModelShape, gpu: Gpu, shar
     return Need(name, total, gpu.memory, parts, remedy, ENGINE_MARGIN)
 
 
-def local_layout(work: Workload, gpu: Gpu) -> Layout:
-    """One GPU, this package's trainer: student and teachers together, unless these are elsewhere."""
-    memory = work.on_one_device(memory=gpu.memory)
-    free = gpu.memory / MARGIN - memory.state
-    cache = memory.writer.cache if work.writer == "engine" else free / 2
+def local_layout(work: Workload, gpu: Gpu, ranks: int = 1) -> Layout:
+    """This package's trainer, a process on each of `ranks` GPUs: student and teachers together, unless these are elsewhere."""
+    memory = work.on_one_device(memory=gpu.memory, ranks=ranks)
+    writer = memory.writer
+    free = gpu.memory / MARGIN - memory.needed("rollouts") + writer.cache
+    # The sampler's cache takes half of what is free, an engine's what is left of its share.
+    cache = writer.cache if work.writer == "engine" else free / 2 / CACHE_SLACK
     token = work.student.cache_elements * work.writing_bytes("local")
     remedy = (
         "train an adapter (--lora.rank 16, with --lora.quantize 4bit if need be), put the teacher behind a server "
@@ -224,4 +232,5 @@ def local_layout(work: Workload, gpu: Gpu) -> Layout:
     )
     needs = (Need("the GPU", memory.total, gpu.memory, memory.parts, remedy),)
     cached = max(cache / token, float(work.longest))
-    return Layout(trainer="local", gpu=gpu, needs=needs, cache_tokens=cached, largest_share=free / gpu.memory)
+    share = (free + writer.working + writer.weights) / gpu.memory
+    return Layout(trainer="local", gpu=gpu, gpus_per_node=ranks, needs=needs, cache_tokens=cached, largest_share=share)

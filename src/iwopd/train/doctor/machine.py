@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import torch
 
-from iwopd.config import Config
+from iwopd.config import Config, ConfigError
 from iwopd.train.doctor.findings import Finding, failure, passed
+from iwopd.train.ranks import Launched
+from iwopd.train.teachers import check_teacher_device
 
 BFLOAT16 = """
 import torch
@@ -34,6 +36,14 @@ def check_packages(config: Config) -> Iterator[Finding]:
         if wanted and importlib.util.find_spec(package) is None:
             message = f"this recipe needs {package}, which is not installed"
             yield failure("packages", message, f"install it: pip install 'iwopd[{extra}]'")
+
+
+def check_ranks(config: Config, ranks: Launched) -> Iterator[Finding]:
+    """Settings that do not go with several processes."""
+    try:
+        check_teacher_device(config, ranks.here)
+    except ConfigError as error:
+        yield failure("processes", str(error), "choose one of these")
 
 
 def check_processor(config: Config) -> Iterator[Finding]:

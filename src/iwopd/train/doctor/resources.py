@@ -5,22 +5,43 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from iwopd.devices import free_bytes, total_bytes
 from iwopd.models import ModelSource
 from iwopd.train.doctor.case import Case, read_member
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
 from iwopd.train.memory import ModelShape, RunShape, StepMemory
+from iwopd.train.ranks import Launched, launched
 
 TIGHT = 0.9
 """Share of the memory there is from which an estimate is a warning."""
+REMEDY = (
+    "lower optim.token_budget, set optim.gradient_checkpointing = true, train an adapter on bfloat16 weights (lora.rank = 16, "
+    "models.dtype = 'bfloat16'), put the teacher elsewhere (teacher.urls, or models.teacher_device), or train on several GPUs "
+    "with optim.shard = true"
+)
 
 
-def check_resources(case: Case, models: Mapping[str, Any] | None = None) -> Iterator[Finding]:
-    """Memory and disk. `models`, by name, are those that are loaded already; else their configs say how large they would be."""
+@dataclass(frozen=True)
+class Accelerators:
+    """The GPUs that this process sees."""
+
+    count: int
+    total: int
+    """Bytes of the one it computes on."""
+    free: int
+
+
+def check_resources(case: Case, models: Mapping[str, Any] | None = None, ranks: Launched | None = None) -> Iterator[Finding]:
+    """Memory and disk. `models`, by name, are those that are loaded already; else their configs say how large they would be.
+
+    ranks: the processes of the run; by default those that were launched.
+    """
     unread: list[str] = []
     if models is not None:
         own = {name: model for name, model in models.items() if name == "student" or model is not models["student"]}
@@ -32,24 +53,32 @@ def check_resources(case: Case, models: Mapping[str, Any] | None = None) -> Iter
     for name in unread:
         remedy = f"correct teacher.others.{name}.model"
         yield warning("memory", f"the teacher {name!r} is not counted: its config cannot be read", remedy)
-    memory = step_memory(case, configs)
-    yield from _memory(memory, loaded=models is not None)
+    ranks = ranks or launched()
+    run, gpus = run_shape(case, configs), accelerators(ranks.number)
+    memory = step_memory(run, gpus, ranks.count)
+    yield from _memory(memory, gpus, ranks.here, loaded=models is not None)
+    if gpus is not None:
+        yield from _main_memory(run.in_main_memory(ranks.here), ranks.here)
     yield from _disk(case, memory.checkpoint)
 
 
-def step_memory(case: Case, configs: Mapping[str, Any]) -> StepMemory:
-    """What a training step takes on this machine, given the configs of the models that it loads, by name."""
+def run_shape(case: Case, configs: Mapping[str, Any]) -> RunShape:
+    """The run as far as its memory is concerned, given the configs of the models that it loads, by name."""
     shapes = {name: ModelShape.of(config) for name, config in configs.items()}
-    run = RunShape(
+    return RunShape(
         config=case.config,
         student=shapes.pop("student"),
         reference=shapes.pop("reference", None),
         teachers=shapes,
         longest=case.longest_prompt + (case.max_response or 0),
     )
-    if not torch.cuda.is_available():
-        return run.on_one_device(gpus=0)
-    return run.on_one_device(gpus=torch.cuda.device_count(), memory=torch.cuda.mem_get_info()[1])
+
+
+def step_memory(run: RunShape, gpus: Accelerators | None, ranks: int) -> StepMemory:
+    """What a training step of one of `ranks` processes takes on this machine."""
+    if gpus is None:
+        return run.on_one_device(gpus=0, ranks=ranks)
+    return run.on_one_device(gpus=gpus.count, memory=gpus.total, ranks=ranks)
 
 
 def _configs(case: Case) -> tuple[dict[str, Any], list[str]]:
@@ -65,11 +94,18 @@ def _configs(case: Case) -> tuple[dict[str, Any], list[str]]:
     return read, [name for name, member in others.items() if member.config is None]
 
 
-def available_memory() -> tuple[int, str] | None:
-    """Bytes that a run could use, and of what; None where the system does not tell."""
-    if torch.cuda.is_available():
-        free, _ = torch.cuda.mem_get_info()
-        return int(free), "GPU"
+def accelerators(number: int = 0) -> Accelerators | None:
+    """As process `number` of the machine sees them; None without a GPU, or where it does not tell how much memory it has."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or not hasattr(torch.get_device_module(kind), "mem_get_info"):
+        return None
+    count = torch.accelerator.device_count()
+    device = torch.device(kind.type, number % count)
+    return Accelerators(count, total_bytes(device), free_bytes(device))
+
+
+def main_memory() -> int | None:
+    """Bytes of the machine that a run could use; None where the system does not tell."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     except (OSError, ValueError):
@@ -78,28 +114,43 @@ def available_memory() -> tuple[int, str] | None:
     with suppress(OSError, ValueError):  # a container may have less than the machine
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, limit - used)
-    return free, "machine"
+    return free
 
 
 def gigabytes(count: float) -> str:
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
 
 
-def _memory(memory: StepMemory, *, loaded: bool) -> Iterator[Finding]:
+def _memory(memory: StepMemory, gpus: Accelerators | None, ranks: int, *, loaded: bool) -> Iterator[Finding]:
+    """Each process has a GPU of its own; without GPUs all of them share the machine."""
     parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in memory.parts.items() if size >= 1e6)
-    words = f"a step needs about {gigabytes(memory.total)} ({parts or 'each part under a megabyte'})"
-    there = available_memory()
-    if there is None:
+    words = f"a step needs about {gigabytes(memory.total)}, most of all in its {memory.largest()}"
+    words += f" ({parts or 'each part under a megabyte'})"
+    needed = memory.total
+    if ranks > 1 and gpus is None:
+        needed *= ranks
+        words += f"; {ranks} processes on this machine together {gigabytes(needed)}"
+    elif ranks > 1:
+        words += f" on the GPU of each of the {ranks} processes"
+    free = main_memory() if gpus is None else gpus.free
+    if free is None:
         yield warning("memory", f"{words}; how much is free is unknown", "compare it yourself")
         return
-    free, what = there
-    if loaded:  # the weights are in memory already, and no longer free
-        free += int(memory.weights + memory.teachers + memory.reference)
-    remedy = (
-        "lower optim.token_budget, set optim.gradient_checkpointing = true, train an adapter (lora.rank = 16), load in "
-        "bfloat16 (models.dtype), or put the teacher elsewhere (models.teacher_device)"
-    )
-    yield _verdict("memory", memory.total, free, f"{words}; the {what} has {gigabytes(free)} free", remedy)
+    if loaded:  # what is in memory already is no longer free
+        free += int(sum(size for name, size in memory.state.items() if name != "adam"))
+    what = "machine" if gpus is None else "GPU"
+    yield _verdict("memory", needed, free, f"{words}; the {what} has {gigabytes(free)} free", REMEDY)
+
+
+def _main_memory(needed: float, ranks: int) -> Iterator[Finding]:
+    """Beside GPUs: teachers on the CPU."""
+    free = main_memory()
+    if not needed or free is None:
+        return
+    copies = f"{ranks} copies, one for each process," if ranks > 1 else "which"
+    words = f"teachers on the CPU (models.teacher_device), {copies} need about {gigabytes(needed)}; the machine has "
+    remedy = "put the teacher behind a server (teacher.urls), which all processes ask"
+    yield _verdict("memory", needed, free, f"{words}{gigabytes(free)} free", remedy)
 
 
 def _disk(case: Case, each: float) -> Iterator[Finding]:

@@ -9,14 +9,20 @@ from typing import Literal
 
 from iwopd.config import Config
 from iwopd.config.engines import engine_type
-from iwopd.rollout.local import CACHE_BYTES_CPU
+from iwopd.lean_model import COPY_BYTES
+from iwopd.rollout.local import CACHE_BYTES_CPU, PREFILL_TOKENS
+from iwopd.rollout.sampling import CHUNK_ELEMENTS
 from iwopd.rollout.settings import VllmSettings
+from iwopd.teacher.local import TOKEN_BUDGET_CPU, TOKEN_BUDGET_GPU
 from iwopd.train.memory.shapes import ModelShape
-from iwopd.train.memory.step import NO_WRITER, StepMemory, Stored, TrainedModel, WriterMemory, device_memory
+from iwopd.train.memory.step import NO_WRITER, DeviceMemory, StepMemory, Stored, Tokens, TrainedModel, WriterMemory
+from iwopd.train.teachers import scores_early
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}
 """Of a parameter in a quantised matrix, scales included."""
+CACHE_SLACK = 1.1
+"""Most that the sampler's cache takes of its budget: rows come and go beside each other."""
 ENGINE_WORKING = 2e9
 """Bytes of a vLLM engine besides weights and cache: activations of a batch, CUDA graphs. An assumption."""
 SCORED_TOKENS, SCORED_BYTES = 8192, 6
@@ -45,7 +51,12 @@ class RunShape:
     @property
     def micro_batch(self) -> int:
         """Tokens of the largest micro-batch: the budget, but at least one whole rollout."""
-        return max(self.longest, min(self.config.optim.token_budget, self.rollouts * self.longest))
+        return self._batch(self.config.optim.token_budget, ranks=1)
+
+    def _batch(self, budget: int, ranks: int) -> int:
+        """Tokens of the largest batch of a rank's rollouts within a budget."""
+        mine = -(-self.config.rollout.prompts_per_step // ranks) * self.config.rollout.samples
+        return max(self.longest, min(budget, mine * self.longest))
 
     @property
     def weight_bytes(self) -> int:
@@ -53,8 +64,8 @@ class RunShape:
 
     @property
     def compute_bytes(self) -> int:
-        """Of activations."""
-        return 2 if self.config.precision == "bf16" else self.weight_bytes
+        """Of a number in matrix products."""
+        return DTYPE_BYTES[self.config.compute_dtype]
 
     @property
     def teacher_bytes(self) -> int:
@@ -80,11 +91,14 @@ class RunShape:
         return "sampler" if weights == "student" else "engine" if weights == "copy" else "elsewhere"
 
     def writing_bytes(self, trainer: Literal["local", "verl"]) -> int:
-        """Of a number in the writer's weights and cache; verl's engine follows `precision`, the local trainer's do not."""
+        """Of a number in the writer's weights and cache: all follow `precision`, unless an engine is told otherwise."""
         if trainer == "local" and self.writer == "sampler":
-            return self.weight_bytes
-        half = trainer == "verl" and self.config.precision == "bf16"
-        return DTYPE_BYTES[self.vllm.dtype or ("bfloat16" if half else self.config.models.dtype)]
+            return self.compute_bytes
+        return DTYPE_BYTES[self.vllm.dtype or self.config.compute_dtype]
+
+    @property
+    def _autocast(self) -> bool:
+        return self.config.precision == "bf16"
 
     @cached_property
     def _trained(self) -> TrainedModel:
@@ -92,53 +106,91 @@ class RunShape:
         return TrainedModel(
             self.student,
             number_bytes=self.weight_bytes,
-            compute_bytes=self.compute_bytes,
+            autocast=self._autocast,
             adapter=self.student.adapter_parameters(lora) if lora.rank else 0,
+            adapter_rank=lora.rank,
             quantized_bytes=QUANTIZED_BYTES.get(lora.quantize),
             gradient_checkpointing=self.config.optim.gradient_checkpointing,
         )
 
-    def on_one_device(self, *, gpus: int = 1, memory: float = 0.0) -> StepMemory:
-        """The local trainer's device, which holds student, teachers and reference.
+    def on_one_device(self, *, gpus: int = 1, memory: float = 0.0, ranks: int = 1) -> StepMemory:
+        """The device of one of the local trainer's `ranks` processes, which holds student, teachers and reference.
 
         gpus: that the process sees; 0: it runs on a CPU. memory: bytes of the GPU, of which an engine takes its share.
         Of the sampler's cache, a GPU must hold one row: more are under way if there is room. A CPU's has a fixed budget.
         """
-        share = self.teacher_share(gpus)
-        return device_memory(
-            self._trained,
-            self.micro_batch,
-            teachers=tuple(Stored(teacher, self.teacher_bytes, share) for teacher in self.teachers.values()),
-            reference=None if self.reference is None else Stored(self.reference, self.weight_bytes),
+        return DeviceMemory(
+            student=self._trained,
+            tokens=self._tokens(gpus > 0, self.teacher_share(gpus), ranks),
+            teachers=self._teachers(self.teacher_share(gpus)),
+            reference=None if self.reference is None else Stored(self.reference, self.weight_bytes, autocast=self._autocast),
+            shards=ranks if self.config.optim.shard else 1,
             on_gpu=gpus > 0,
-            writer=self._writer(gpus > 0, memory),
+            writer=self._writer(gpus > 0, memory, ranks),
+            whole_distributions=self.config.method.made.needs_teacher_distribution,
+        ).step
+
+    def in_main_memory(self, ranks: int) -> float:
+        """Bytes of teachers that the processes of a machine have on its CPU while they train on GPUs: each its own copies."""
+        if self.config.models.teacher_device != "cpu":
+            return 0.0
+        teachers, tokens = self._teachers(1.0), self._batch(TOKEN_BUDGET_CPU, ranks)
+        scoring = max((tokens * teacher.reading for teacher in teachers), default=0.0)
+        return ranks * (sum(teacher.weights for teacher in teachers) + scoring)
+
+    def _teachers(self, share: float) -> tuple[Stored, ...]:
+        return tuple(Stored(teacher, self.teacher_bytes, share) for teacher in self.teachers.values())
+
+    def _tokens(self, on_gpu: bool, teacher_share: float, ranks: int) -> Tokens:
+        optim = self.config.optim
+        alone = optim.ppo_epochs == optim.mini_batches == ranks == 1
+        return Tokens(
+            update=self._batch(optim.token_budget, ranks),
+            scores=self._batch(TOKEN_BUDGET_GPU if on_gpu else TOKEN_BUDGET_CPU, ranks),
+            waiting=alone and self.rollouts * self.longest <= optim.token_budget,
+            early=bool(self.teachers) and teacher_share > 0 and scores_early(self.config),
         )
 
-    def _writer(self, on_gpu: bool, memory: float) -> WriterMemory:
+    def _writer(self, on_gpu: bool, memory: float, ranks: int) -> WriterMemory:
         if self.writer == "elsewhere":
             return NO_WRITER
-        row = self.longest * self.student.cache_elements * self.writing_bytes("local")
+        size = self.writing_bytes("local")
+        row = self.longest * self.student.cache_elements * size
         if self.writer == "sampler":
-            return WriterMemory(cache=row * (1 if on_gpu else max(1, min(self.rollouts, CACHE_BYTES_CPU // row))))
-        weights = Stored(self.student, self.writing_bytes("local")).weights
+            return self._sampler(CACHE_SLACK * row, on_gpu, ranks)
+        weights = Stored(self.student, size).weights
         working = ENGINE_WORKING if on_gpu else 0.0
         room = self.vllm.memory_share * memory - weights - working if on_gpu else 2**30
         cache = max(room, row) if self.vllm.cache_gb is None else self.vllm.cache_gb * 2**30
         return WriterMemory(weights, working, cache, stays=not self.vllm.sleep)
 
+    def _sampler(self, row: float, on_gpu: bool, ranks: int) -> WriterMemory:
+        """row: bytes of the longest rollout's cache."""
+        student, count = self._trained, self.student.count
+        rows = -(-self.config.rollout.prompts_per_step // ranks) * self.config.rollout.samples
+        copies = student.on_its_way.copies
+        laid_out = self.weight_bytes * (count.layers + count.head)  # small matrices are laid out anew for single tokens
+        drawn = min(rows * self.student.vocabulary, CHUNK_ELEMENTS)
+        return WriterMemory(
+            weights=copies or (laid_out if laid_out <= COPY_BYTES else 0.0),
+            # Prompts are read together, then a token of every row is drawn: logits, probabilities, their sums in float64.
+            working=max(self._batch(PREFILL_TOKENS, ranks) * student.on_its_way.reading, 20.0 * drawn),
+            cache=row * (1 if on_gpu else max(1, min(rows, CACHE_SLACK * CACHE_BYTES_CPU // row))),
+        )
+
     def on_verl(self, *, gpus: int, engine_shards: int, gpu_memory: float) -> StepMemory:
         """One of the student's `gpus` GPUs on verl, with rollout engines of `engine_shards` GPUs that sleep in the update."""
         weights = Stored(self.student, self.writing_bytes("verl"), 1 / engine_shards).weights
         room = self.vllm.memory_share * gpu_memory - weights - ENGINE_WORKING
-        return device_memory(
-            self._trained,
-            -(-self.micro_batch // self.config.cluster.sequence_parallel),
+        return DeviceMemory(
+            student=self._trained,
+            tokens=Tokens(update=-(-self.micro_batch // self.config.cluster.sequence_parallel)),
             reference=None if self.reference is None else Stored(self.reference, self.weight_bytes, 1 / gpus),
             shards=gpus,
             on_verl=True,
             writer=WriterMemory(weights, ENGINE_WORKING, max(0.0, room)),
             offloaded=self.config.cluster.offload,
-        )
+        ).step
 
     def scoring_on_verl(self, teacher: ModelShape, shards: int) -> dict[str, float]:
         """Bytes by part on one of the `shards` GPUs of a teacher's copy on verl; the logits lie outside the engine's share.

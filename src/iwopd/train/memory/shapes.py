@@ -29,6 +29,8 @@ class ParameterCount:
     head: int
     """The output matrix."""
     largest_layer: int
+    largest_tensor: int
+    """Of those in a layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,14 +57,52 @@ class ModelShape:
         return int(self._text.vocab_size)
 
     @property
+    def hidden(self) -> int:
+        return int(self._text.hidden_size)
+
+    @property
+    def heads(self) -> int:
+        return self._heads[0]
+
+    @property
+    def key_heads(self) -> int:
+        return self._heads[1]
+
+    @property
+    def head_width(self) -> int:
+        return self._heads[2]
+
+    @property
     def attention_width(self) -> int:
         """Heads x width of one."""
         return self._heads[0] * self._heads[2]
 
     @property
+    def key_width(self) -> int:
+        """Key/value heads x width of one."""
+        return self._heads[1] * self._heads[2]
+
+    @property
+    def experts(self) -> int:
+        """Of a layer; 0 where all of its numbers meet every token."""
+        return _experts(self._text)
+
+    @property
+    def experts_per_token(self) -> int:
+        return int(getattr(self._text, "num_experts_per_tok", None) or 0) if self.experts else 0
+
+    @property
+    def inner(self) -> int:
+        """Inner size of the feed-forward part; with experts, of one of them."""
+        text = self._text
+        if self.experts:
+            return int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
+        return int(getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size)
+
+    @property
     def cache_elements(self) -> int:
         """Numbers in the key/value cache of one token."""
-        return 2 * self.layers * self._heads[1] * self._heads[2]
+        return 2 * self.layers * self.key_width
 
     @property
     def active(self) -> float:
@@ -74,20 +114,6 @@ class ModelShape:
         """Share of the experts that one token is sent to; 1 without experts."""
         count = self.count
         return (count.active - (count.layers - count.experts)) / count.experts if count.experts else 1.0
-
-    def activation_elements(self, gradient_checkpointing: bool) -> int:
-        """Numbers kept of one token for the backward pass.
-
-        A layer keeps its input and residuals, both norms (with float32 copies, which count twice), queries, keys, values, the
-        attention's output, and the inner vectors of a gated feed-forward; attention is computed without its [T, T] matrix.
-        With checkpointing, a layer keeps its input, and only the one that is being recomputed keeps all of this.
-        """
-        text, (heads, key_heads, width) = self._text, self._heads
-        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-        if getattr(text, "num_experts_per_tok", None):
-            inner = text.num_experts_per_tok * text.moe_intermediate_size
-        layer = int(8 * text.hidden_size + 4 * (heads + key_heads) * width + 4 * inner)
-        return self.layers * int(text.hidden_size) + layer if gradient_checkpointing else self.layers * layer
 
     def adapter_parameters(self, lora: Lora) -> int:
         """Parameters of a LoRA adapter on this model."""
@@ -122,10 +148,10 @@ def _empty_model(config: Any) -> Any:
 def _count(config: Any) -> ParameterCount:
     model = _empty_model(config)
     text = config.get_text_config()
-    experts = int(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0)
+    experts = _experts(text)
     share = int(getattr(text, "num_experts_per_tok", None) or experts) / experts if experts else 1.0
     by_layer: Counter[str] = Counter()
-    outside = matrices = routed = 0
+    outside = matrices = routed = largest = 0
     for name, parameter in model.named_parameters():
         size = int(parameter.numel())
         layer = next((part for part in name.split(".") if part.isdigit()), None)
@@ -133,6 +159,7 @@ def _count(config: Any) -> ParameterCount:
             outside += size
             continue
         by_layer[layer] += size
+        largest = max(largest, size)
         if parameter.dim() > 1:
             matrices += size
             routed += size if ".experts." in name else 0
@@ -144,4 +171,9 @@ def _count(config: Any) -> ParameterCount:
         experts=routed,
         head=int(model.get_output_embeddings().weight.numel()),
         largest_layer=max(by_layer.values(), default=0),
+        largest_tensor=largest,
     )
+
+
+def _experts(text: Any) -> int:
+    return int(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0)

@@ -1,15 +1,24 @@
-"""From what one device holds and computes in a step to bytes by part. The arithmetic in words: docs/gpu.md."""
+"""From what one device holds and computes in a step to bytes by part, stage by stage. The arithmetic in words: docs/gpu.md."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 from iwopd.algo.head import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
+from iwopd.train.memory.passes import LOSS_BYTES, Pass
 from iwopd.train.memory.shapes import ModelShape
 
 GB = 1e9
-ADAPTER_BYTES = 4
-"""An adapter is trained in float32, whatever the model's precision."""
+MASTER_BYTES = 4
+"""Adam's moments, gradients and the weights that an optimizer step changes are float32, whatever the model's precision: half
+precision has copies for it (masters), and an adapter is float32 from the start."""
+
+Stage = Literal["rollouts", "scores", "forward pass", "loss", "backward pass"]
+UPDATE: tuple[Stage, ...] = ("forward pass", "loss", "backward pass")
+Parts = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -21,10 +30,21 @@ class Stored:
     """Of a parameter."""
     share: float = 1.0
     """The part of it that lies on this device."""
+    autocast: bool = False
+    """It computes in bfloat16."""
 
     @property
     def weights(self) -> float:
         return self.shape.count.total * self.number_bytes * self.share
+
+    @property
+    def on_its_way(self) -> Pass:
+        return Pass(self.shape, self.number_bytes, self.autocast)
+
+    @property
+    def reading(self) -> float:
+        """Bytes a token, where it is scored; one that is spread over devices has each layer on one of them."""
+        return self.on_its_way.reading if self.share else 0.0
 
 
 @dataclass(frozen=True)
@@ -34,10 +54,11 @@ class TrainedModel:
     shape: ModelShape
     number_bytes: int = 4
     """Of a parameter as it is loaded."""
-    compute_bytes: int = 2
-    """Of a number in the forward pass: under autocast less than `number_bytes`."""
+    autocast: bool = True
+    """The forward pass computes in bfloat16."""
     adapter: int = 0
     """Parameters of the LoRA adapter; 0: all weights are trained."""
+    adapter_rank: int = 0
     quantized_bytes: float | None = None
     """Of a parameter in the layers' matrices, where these are quantised."""
     gradient_checkpointing: bool = True
@@ -45,23 +66,27 @@ class TrainedModel:
     @property
     def weights(self) -> float:
         count, matrices = self.shape.count, self.quantized_bytes or self.number_bytes
-        return count.layers * matrices + (count.total - count.layers) * self.number_bytes + ADAPTER_BYTES * self.adapter
+        return count.layers * matrices + (count.total - count.layers) * self.number_bytes + MASTER_BYTES * self.adapter
 
     @property
-    def gradients(self) -> float:
-        """Gradients have the dtype of the trained weights. So has each of AdamW's two moments."""
-        return ADAPTER_BYTES * self.adapter if self.adapter else self.number_bytes * self.shape.count.total
+    def trained(self) -> float:
+        """Bytes of a float32 number for every trained parameter."""
+        return MASTER_BYTES * (self.adapter or self.shape.count.total)
 
     @property
-    def autocast_copies(self) -> float:
-        """The layers' matrices in the precision that autocast computes in, kept for the backward pass.
+    def has_masters(self) -> bool:
+        return self.number_bytes < MASTER_BYTES and not self.adapter
 
-        Frozen ones are made again with each checkpointed layer, so that only those of one layer exist at a time.
+    @cached_property
+    def on_its_way(self) -> Pass:
+        return Pass(self.shape, self.number_bytes, self.autocast, self.adapter_rank)
+
+    def copies(self, *, kept: bool) -> float:
+        """Of matrices in autocast's precision. kept: those of all layers are, else only the one at work has them.
+
+        Autocast itself keeps those of trained weights until a pass ends.
         """
-        if self.compute_bytes >= self.number_bytes:
-            return 0.0
-        one_layer = bool(self.adapter) and self.gradient_checkpointing
-        return self.compute_bytes * (self.shape.count.largest_layer if one_layer else self.shape.count.layers)
+        return self.on_its_way.copies if kept else self.on_its_way.copies_of_one_layer
 
 
 @dataclass(frozen=True)
@@ -69,7 +94,7 @@ class WriterMemory:
     """Bytes of what writes the rollouts on this device."""
 
     weights: float = 0.0
-    """A rollout engine's own copy of the student."""
+    """Its own copy of the student, or of some of its matrices in another precision."""
     working: float = 0.0
     cache: float = 0.0
     """Keys and values of the rollouts under way."""
@@ -77,8 +102,8 @@ class WriterMemory:
     """It keeps all of this through the update."""
 
     @property
-    def parts(self) -> dict[str, float]:
-        return {"engine's weights": self.weights, "engine's working": self.working, "cache": self.cache}
+    def parts(self) -> Parts:
+        return {"writer's weights": self.weights, "writer's working": self.working, "cache": self.cache}
 
     @property
     def total(self) -> float:
@@ -92,88 +117,164 @@ NO_WRITER = WriterMemory()
 class StepMemory:
     """Bytes of one step on one device, by what they hold."""
 
-    weights: float
-    adam: float
-    gradients: float
-    teachers: float
-    reference: float
-    autocast_copies: float
-    activations: float
-    """Of one micro-batch."""
-    head: float
-    """Logits that exist at one time, and the gradient of the output matrix."""
-    gathered_layers: float
-    """On verl: what FSDP makes whole for the moment (two layers, embedding and output matrix), with its gradients."""
+    state: Parts
+    """What outlives a stage: weights, Adam's moments, and the models that score."""
+    stages: Mapping[Stage, Parts]
+    """What comes on top of it, one stage after the other."""
     writer: WriterMemory
-    offloaded: bool
+    checkpoint: float
+    """Bytes of a checkpoint."""
+    offloaded: bool = False
     """The training state leaves the device while rollouts are written."""
 
-    @property
-    def update_parts(self) -> dict[str, float]:
+    def parts_of(self, stage: Stage) -> Parts:
         """By name, those of 0 bytes, too."""
-        names = [field.name for field in fields(self) if field.name not in ("writer", "offloaded")]
-        return {name.replace("_", " "): getattr(self, name) for name in names}
+        state = {} if self.offloaded and stage == "rollouts" else self.state
+        return state | self.stages[stage]
+
+    def needed(self, *stages: Stage) -> float:
+        """Of the largest of these stages."""
+        return max(sum(self.parts_of(stage).values()) for stage in stages)
+
+    def largest(self, *stages: Stage) -> Stage:
+        """Of these; without a name, of all."""
+        return max(stages or tuple(self.stages), key=lambda stage: self.needed(stage))
 
     @property
-    def parts(self) -> dict[str, float]:
-        return self.update_parts | self.writer.parts
-
-    @property
-    def state(self) -> float:
-        """What outlives a stage: weights, Adam's moments, and the models that score."""
-        return self.weights + self.adam + self.teachers + self.reference
-
-    @property
-    def update(self) -> float:
-        """While the update runs."""
-        return sum(self.update_parts.values()) + (self.writer.total if self.writer.stays else 0.0)
-
-    @property
-    def rollouts(self) -> float:
-        """While the rollouts are written."""
-        return (0.0 if self.offloaded else self.state) + self.writer.total
+    def parts(self) -> Parts:
+        """Of the largest stage."""
+        return self.parts_of(self.largest())
 
     @property
     def total(self) -> float:
-        """The larger of the two, which come one after the other."""
-        return max(self.update, self.rollouts)
+        return self.needed(*self.stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """What is read at a time."""
+
+    update: int
+    """Of a micro-batch."""
+    scores: int = 0
+    """Of the largest batch that is scored on this device; 0: nothing is."""
+    waiting: bool = False
+    """The update's own forward pass gives the old log-probs, and waits while others score."""
+    early: bool = False
+    """The teacher here scores finished rollouts while others are being written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What one device holds and computes in a step. `step` adds it up.
+
+    Weights, gradients and moments are spread over `shards` devices, and what is needed of them is gathered for the moment.
+    Here the head is fused and autocast computes; verl has no autocast copies and a whole matrix of logits.
+    """
+
+    student: TrainedModel
+    tokens: Tokens
+    teachers: tuple[Stored, ...] = ()
+    reference: Stored | None = None
+    shards: int = 1
+    on_gpu: bool = True
+    on_verl: bool = False
+    writer: WriterMemory = NO_WRITER
+    offloaded: bool = False
+    whole_distributions: bool = False
+    """The loss compares whole distributions: the teacher reads every micro-batch, too."""
 
     @property
-    def checkpoint(self) -> float:
-        """Bytes of a checkpoint: the trained weights, as large as their gradients, and Adam's moments."""
-        return self.gradients + self.adam
+    def step(self) -> StepMemory:
+        student = self.student
+        masters = student.trained if student.has_masters else 0.0
+        split = masters and (self.shards > 1 or self.on_verl)  # what is gathered, rounded, are the masters themselves
+        state = {
+            "weights": (masters if split else student.weights) / self.shards,
+            "masters": 0.0 if split else masters / self.shards,
+            "adam": 2 * student.trained / self.shards,
+            "teachers": sum(teacher.weights for teacher in self.teachers),
+            "reference": 0.0 if self.reference is None else self.reference.weights,
+        }
+        stages: dict[Stage, Parts] = {"rollouts": self._rollouts, "scores": self._scores}
+        stages |= {stage: self._update(stage) for stage in UPDATE}
+        written = MASTER_BYTES * student.adapter or student.weights
+        checkpoint = written + masters + 2 * student.trained
+        return StepMemory(state, stages, self.writer, checkpoint, self.offloaded)
 
+    @property
+    def _whole(self) -> Parts:
+        """Sampler and scorer of this package work with the whole student, also where the update does not."""
+        return {"whole student": self.student.weights} if self.shards > 1 and not self.on_verl else {}
 
-def device_memory(
-    student: TrainedModel,
-    micro_batch_tokens: int,
-    *,
-    teachers: tuple[Stored, ...] = (),
-    reference: Stored | None = None,
-    shards: int = 1,
-    on_gpu: bool = True,
-    on_verl: bool = False,
-    writer: WriterMemory = NO_WRITER,
-    offloaded: bool = False,
-) -> StepMemory:
-    """What one device holds and computes in a step, with so many tokens of the update on it.
+    @property
+    def _pass(self) -> Pass:
+        """On verl nothing is rounded under way: the gathered weights have the precision of the products."""
+        own = self.student.on_its_way
+        return Pass(own.shape, own.compute_bytes) if self.on_verl else own
 
-    Weights, gradients and moments are spread over `shards` devices. Locally the head is fused and autocast computes; verl has
-    FSDP and a whole matrix of logits.
-    """
-    count, compute_bytes = student.shape.count, student.compute_bytes
-    logits = 2 * micro_batch_tokens * student.shape.vocabulary  # two copies; of a fused head, two float32 buffers for a chunk
-    fused = 4 * min(logits, CHUNK_ELEMENTS_GPU if on_gpu else CHUNK_ELEMENTS_CPU)
-    return StepMemory(
-        weights=student.weights / shards,
-        adam=2 * student.gradients / shards,
-        gradients=student.gradients / shards,
-        teachers=sum(teacher.weights for teacher in teachers),
-        reference=0.0 if reference is None else reference.weights,
-        autocast_copies=0.0 if on_verl else student.autocast_copies,
-        activations=micro_batch_tokens * student.shape.activation_elements(student.gradient_checkpointing) * compute_bytes,
-        head=(logits * compute_bytes if on_verl else fused) + (0 if student.adapter else 4 * count.head),  # summed in float32
-        gathered_layers=2 * compute_bytes * (count.outside + 2 * count.largest_layer) if on_verl else 0.0,
-        writer=writer,
-        offloaded=offloaded,
-    )
+    @property
+    def _rollouts(self) -> Parts:
+        return self._whole | self.writer.parts | (self._scoring if self.tokens.early else {})
+
+    @property
+    def _scores(self) -> Parts:
+        parts = self._whole | self._scoring | (self.writer.parts if self.writer.stays else {})
+        if self.tokens.waiting:
+            parts["activations"] = self.tokens.update * self._pass.kept(self.student.gradient_checkpointing)
+        return parts
+
+    @property
+    def _scoring(self) -> Parts:
+        """Without gradients: student, teachers and reference one after the other, each its layers and then its head."""
+        tokens, student = self.tokens.scores, self.student
+        if not tokens:
+            return {"scoring": 0.0}
+        passes = [(student.on_its_way, student.copies(kept=not student.adapter))]
+        others = [other.on_its_way for other in (*self.teachers, self.reference) if other and other.share]
+        passes += [(one, one.copies) for one in others]
+        head = self._logits(tokens)
+        return {"scoring": max(copies + max(tokens * one.reading, tokens * one.states + head) for one, copies in passes)}
+
+    def _logits(self, tokens: int) -> float:
+        """Those that exist at one time: of a few tokens, and up to two buffers beside them."""
+        budget = CHUNK_ELEMENTS_GPU if self.on_gpu else CHUNK_ELEMENTS_CPU
+        return 4.0 * min(3 * tokens * self.student.shape.vocabulary, budget)
+
+    def _update(self, stage: Stage) -> Parts:
+        student, one, tokens = self.student, self._pass, self.tokens.update
+        checkpointing, count = student.gradient_checkpointing, student.shape.count
+        # Checkpointing lets the copies in the graph go; those of trained weights stay until the forward pass ends.
+        kept = not checkpointing or (stage == "forward pass" and not student.adapter)
+        output = 0.0 if student.adapter else 4.0 * count.head  # the gradient of the output matrix, summed up in float32
+        activations, head = float(tokens * one.kept(checkpointing)), 0.0
+        if stage == "forward pass":
+            reading = max([one.reading, *(teacher.reading for teacher in self.teachers if self.whole_distributions)])
+            activations += tokens * reading
+        elif stage == "loss":
+            logits = 2 * tokens * student.shape.vocabulary * one.compute_bytes if self.on_verl else self._logits(tokens)
+            activations += tokens * LOSS_BYTES * student.shape.hidden
+            head = logits + output
+        else:
+            # At its end the embedding has a gradient of its own, which joins that of the output matrix.
+            activations = max(float(tokens * one.backward(checkpointing)), output)
+            if not student.adapter:
+                activations += (one.compute_bytes + MASTER_BYTES) * count.largest_tensor  # a gradient before it is added
+            head = output
+        parts = {
+            "gradients": student.trained / self.shards,
+            "autocast copies": 0.0 if self.on_verl else student.copies(kept=kept),
+            "activations": activations,
+            "head": head,
+            "gathered layers": self._gathered,
+        }
+        return parts | (self.writer.parts if self.writer.stays else {})
+
+    @property
+    def _gathered(self) -> float:
+        """What FSDP makes whole for the moment: embedding, output matrix and two layers, with their gradients."""
+        if self.shards == 1 and not self.on_verl:
+            return 0.0
+        student, count = self.student, self.student.shape.count
+        size = self._pass.compute_bytes if self.on_verl else student.number_bytes
+        return (1 if student.adapter else 2) * size * float(count.outside + 2 * count.largest_layer)

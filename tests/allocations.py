@@ -1,0 +1,22 @@
+"""How much memory a piece of work takes on the CPU, by the records of torch's own allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """Most bytes that were allocated at one time while `work` ran, on top of what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorder:
+        work()
+    results: Any = recorder.profiler.kineto_results
+    records = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    assert records, "torch's profiler has recorded no allocation"
+    now = most = 0
+    for _, change in records:
+        now += change
+        most = max(most, now)
+    return most
