@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -163,11 +164,15 @@ def test_what_does_not_fit_is_refused(engine: VllmEngine) -> None:
         VllmEngine(engine.student, VllmSettings(max_model_len=256, sleep=True))
 
 
-def test_the_trainer_keeps_its_threads(engine: VllmEngine) -> None:
+def test_the_trainer_keeps_its_process(engine: VllmEngine) -> None:
+    """Left to itself vLLM lowers the number of threads for good and preloads a library into the trainer's processes."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert torch.get_num_threads() == 1
+    for count in (2, 1):
+        torch.set_num_threads(count)
+        assert torch.get_num_threads() == count
     torch.set_num_threads(before)
+    assert "tcmalloc" not in os.environ.get("LD_PRELOAD", "")
+    assert "LOCAL_WORLD_SIZE" not in os.environ
 
 
 def test_a_listener_hears_of_each_rollout_and_its_failure_leaves_nothing_behind(engine: VllmEngine, student: Any) -> None:

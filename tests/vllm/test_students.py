@@ -1,4 +1,4 @@
-"""Students of other kinds: an adapter that is added in on the way, another architecture."""
+"""Students of other kinds: an adapter that is added in on the way, another architecture, one in two shards."""
 
 from __future__ import annotations
 
@@ -37,14 +37,18 @@ def make_student(kind: str) -> Any:
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**COMMON, tie_word_embeddings=False)).eval()
     model = make_model(seed=5)
+    if kind == "tied":
+        return model
     model.add_adapter(peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"]))
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", ["lora", "llama"])
-def test_weights_reach_the_engine(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "shards"), [("lora", 1), ("llama", 1), ("tied", 2)])
+def test_weights_reach_the_engine(kind: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two shards (tensor parallel) the engine has two processes, and weights travel through a folder."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # by default each shard wants a NUMA node of its own
     student = make_student(kind)
-    engine = VllmEngine(about(student), VllmSettings(max_model_len=128, eager=True))
+    engine = VllmEngine(about(student), VllmSettings(max_model_len=128, eager=True, tensor_parallel=shards, cache_gb=0.25))
     try:
         sampler = engine.sampler(SamplingSettings(16, 0.9, stop_ids=(1,)))
         prompts = [Prompt(f"p{number}", tuple(range(2 + number, 30 + number))) for number in range(4)]

@@ -41,7 +41,12 @@ class Student:
     """Tokens of the longest prompt and its answer together, where they are known."""
     dtype: str = "float32"
     """Precision in which the model is loaded."""
+    computes: str | None = None
+    """Precision in which the run computes with it, if that is another one than `dtype` (autocast)."""
     seed: int = 0
+    rank: int = 0
+    ranks: int = 1
+    """Processes that train together, of which this one is number `rank`."""
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, **more: Any) -> Self:
@@ -62,7 +67,8 @@ class Engine:
     exact: ClassVar[bool] = False
     """Its log-probs are the trainer's own. If not, training corrects for the difference and watches it."""
     several_ranks: ClassVar[bool] = False
-    """It works where several processes train together."""
+    """It works where several processes train together: each opens one and writes its share. Of one with its weights elsewhere,
+    `update_weights` is called by all of them together; rank 0 sends, the others wait."""
     restricts: ClassVar[bool] = False
     """It takes top-p and top-k, and still gives log-probs over the whole vocabulary."""
     weights: ClassVar[Literal["student", "copy", "elsewhere"]] = "copy"

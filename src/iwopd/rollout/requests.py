@@ -70,7 +70,7 @@ class RequestEngine(Engine):
 
     @property
     def dtype(self) -> str:
-        return self.settings.dtype or self.student.dtype
+        return self.settings.dtype or self.student.computes or self.student.dtype
 
     def sampler(self, settings: SamplingSettings) -> RequestSampler:
         return RequestSampler(self, settings)

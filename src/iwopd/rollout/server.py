@@ -24,6 +24,7 @@ class ServerEngine(RequestEngine):
     """One vLLM server. With a folder for weights it follows the student; without one it keeps its own weights."""
 
     settings_type = ServerSettings
+    several_ranks = True
     weights = "elsewhere"
 
     def __init__(self, student: Student, settings: ServerSettings) -> None:
@@ -45,8 +46,8 @@ class ServerEngine(RequestEngine):
             )
 
     def update_weights(self) -> None:
-        """Write the student's weights to a new folder and have the server read them, if they have changed."""
-        if self.settings.weights_folder is None:
+        """Write the student's weights to a new folder and have the server read them, if they have changed. Rank 0's work."""
+        if self.settings.weights_folder is None or self.student.rank > 0:
             return
         version = weights_version(self.student.model)
         if version == self._synced:
@@ -76,7 +77,7 @@ class ServerEngine(RequestEngine):
 
     def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
         self._check_logprobs(requests[0])
-        pool = ThreadPoolExecutor(self.settings.max_in_flight)
+        pool = ThreadPoolExecutor(max(1, self.settings.max_in_flight // self.student.ranks))
         try:
             numbers = {pool.submit(self._answer, request): number for number, request in enumerate(requests)}
             for done in as_completed(numbers):

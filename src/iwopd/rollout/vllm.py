@@ -2,6 +2,9 @@
 
 The engine is built from the student's config alone and gets all its weights from the student, before the first rollout and
 after every update. vLLM is an extra (`iwopd[vllm]`) and imported when an engine is opened.
+
+Where several processes train together, each has an engine of its own on its own GPU, and all have the same weights: nothing
+travels between them. vLLM calls that its external launcher: it takes the process group and the device that are there.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 
 from iwopd.model_facts import context_length
 from iwopd.rollout.engine import EngineError, Student
+from iwopd.rollout.guests import trainers_own
 from iwopd.rollout.requests import Answer, RequestEngine
 from iwopd.rollout.sampler import UNLIMITED
 from iwopd.rollout.settings import VllmSettings
@@ -32,13 +36,20 @@ class VllmEngine(RequestEngine):
     """One vLLM with the weights of the student."""
 
     settings_type = VllmSettings
+    several_ranks = True
 
     def __init__(self, student: Student, settings: VllmSettings) -> None:
         """Start vLLM; with several GPUs (tensor parallel) it has processes of its own, and weights travel through files."""
         super().__init__(student, settings)
+        if student.ranks > 1 and settings.tensor_parallel > 1:
+            raise VllmError(
+                f"engine.vllm.tensor_parallel is {settings.tensor_parallel}, but each of the {student.ranks} training "
+                "processes has an engine on its own GPU: set it to 1, start one process, or set rollout.engine = 'server'"
+            )
         most = context_length(student.model.config) or UNLIMITED
         self.context: int = min(settings.max_model_len or student.longest or most, most)
         self._asleep = False
+        self._joins = torch.distributed.is_initialized()  # a process group that is not its own
         self._folder = tempfile.TemporaryDirectory(prefix="iwopd-vllm-", ignore_cleanup_errors=True)
         self._on_cpu = not torch.cuda.is_available()
         # vLLM 0.32 on a CPU packs an output matrix that is the embedding when it starts, and leaves it as it was when weights
@@ -75,26 +86,33 @@ class VllmEngine(RequestEngine):
             "seed": self.student.seed,
             "disable_log_stats": True,
         }
+        if self.student.ranks > 1:
+            arguments["distributed_executor_backend"] = "external_launcher"
         try:
-            with _own_threads():
-                return importlib.import_module("vllm").LLM(**arguments)
+            with trainers_own(keep_group=self._joins):
+                llm = importlib.import_module("vllm").LLM(**arguments)
+            if settings.tensor_parallel > 1:  # the loader of made-up weights, with which it started, reads no files
+                llm.collective_rpc("update_config", kwargs={"overrides": {"load_config": {"load_format": "safetensors"}}})
+            return llm
         except (ImportError, AttributeError) as error:
             raise VllmError(
                 f"the engine 'vllm' needs vLLM, which cannot be imported ({error}): pip install 'iwopd[vllm]', in an "
                 "environment of its own (docs/vllm.md), or use the engine 'local'"
             ) from None
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise VllmError(f"vLLM does not start with this student: {error}") from error
+        except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+            of = f" of training process {self.student.rank}" if self.student.ranks > 1 else ""
+            raise VllmError(f"vLLM{of} does not start with this student: {error}") from error
 
     def update_weights(self) -> None:
         """Wake vLLM if it sleeps, and hand it the student's weights if they have changed."""
-        if self._asleep:
-            self.llm.wake_up(tags=["weights"])
-        if self._asleep or self._synced != weights_version(self.student.model):
-            self._sync()
-        if self._asleep:
-            self.llm.wake_up(tags=["kv_cache"])
-            self._asleep = False
+        with _in_words("taking new weights"):
+            if self._asleep:
+                self.llm.wake_up(tags=["weights"])
+            if self._asleep or self._synced != weights_version(self.student.model):
+                self._sync()
+            if self._asleep:
+                self.llm.wake_up(tags=["kv_cache"])
+                self._asleep = False
 
     def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
         vllm: Any = importlib.import_module("vllm")
@@ -102,13 +120,13 @@ class VllmEngine(RequestEngine):
         once = {"detokenize": False, "output_kind": vllm.sampling_params.RequestOutputKind.FINAL_ONLY}
         waiting = {str(number) for number in range(len(requests))}
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), _in_words("taking prompts"):
                 for number, request in enumerate(requests):
                     fields = {**request, **once}
                     prompt = {"prompt_token_ids": fields.pop("prompt")}
                     core.add_request(str(number), prompt, vllm.SamplingParams(**fields))
             while core.has_unfinished_requests():
-                with torch.inference_mode():
+                with torch.inference_mode(), _in_words("writing"):
                     results = core.step()
                 for result in results:
                     waiting.discard(result.request_id)
@@ -121,7 +139,8 @@ class VllmEngine(RequestEngine):
     def _rest(self) -> None:
         """Free the GPU's memory, if so set. Level 2 drops the weights: they come again with `update_weights`."""
         if self.settings.sleep and not self._asleep:
-            self.llm.sleep(level=2)
+            with _in_words("going to sleep"):
+                self.llm.sleep(level=2)
             self._asleep = True
 
     def _sync(self) -> None:
@@ -131,14 +150,15 @@ class VllmEngine(RequestEngine):
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         else:
             with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
-                save_weights(self.student.model, Path(folder) / "weights")
+                save_weights(self.student.model, Path(folder) / "weights", untied=self._on_cpu)
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(Path(folder) / "weights")})
         if not self.llm.reset_prefix_cache():  # what it holds was computed with other weights
             raise VllmError("vLLM did not forget its prefix cache after new weights: it still has requests under way")
         self._synced = version
 
     def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        with trainers_own(keep_group=self._joins):
+            self.llm.llm_engine.engine_core.shutdown()
         self._folder.cleanup()
 
 
@@ -149,11 +169,11 @@ def _read(output: Any) -> Answer:
 
 
 @contextmanager
-def _own_threads() -> Iterator[None]:
-    """On a CPU vLLM replaces `torch.set_num_threads` and lowers their number; the trainer keeps its own."""
-    setter, count = torch.set_num_threads, torch.get_num_threads()
+def _in_words(doing: str) -> Iterator[None]:
+    """Whatever vLLM fails with ends a run as every `EngineError` does: in words, on all ranks, with its steps kept."""
     try:
         yield
-    finally:
-        torch.set_num_threads = setter
-        torch.set_num_threads(count)
+    except EngineError:
+        raise
+    except Exception as error:
+        raise VllmError(f"vLLM failed while {doing}: {type(error).__name__}: {error}") from error

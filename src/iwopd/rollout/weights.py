@@ -67,13 +67,13 @@ def plain_config(model: Any, *, untied: bool = False) -> Any:
     return config
 
 
-def save_weights(model: Any, folder: Path) -> None:
+def save_weights(model: Any, folder: Path, *, untied: bool = False) -> None:
     """Write the weights as safetensors and the model's config beside them: a folder that vLLM reads."""
     folder.mkdir(parents=True)
-    plain_config(model).save_pretrained(folder)
+    plain_config(model, untied=untied).save_pretrained(folder)
     shard: dict[str, Tensor] = {}
     size = number = 0
-    for name, weight in checkpoint_weights(model):
+    for name, weight in checkpoint_weights(model, untied=untied):
         if shard and size + weight.nbytes > SHARD_BYTES:
             number, size = number + 1, 0
             save_file(shard, folder / f"model-{number:05d}.safetensors")

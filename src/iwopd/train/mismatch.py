@@ -13,6 +13,8 @@ from iwopd.types import TokenBatch
 
 LIMITS = {"float32": 0.01, "bfloat16": 0.2, "float16": 0.1}
 """Mean |difference| of log-probs that rounding does not explain, by the coarser precision of the two."""
+TOKENS = 256
+"""Tokens of each rollout, at most, that are compared before the first step."""
 
 
 class MismatchError(UserError, RuntimeError):
@@ -22,13 +24,22 @@ class MismatchError(UserError, RuntimeError):
 
 
 def check_engine(config: Config, parts: Parts, step: int) -> None:
-    """Before the first step: the engine's log-probs of a few rollouts against the trainer's."""
+    """Before the first step: the engine's log-probs of a few rollouts against the trainer's, for the engine of every rank."""
     if parts.engine.exact:
         return
-    rollouts = parts.sampler.sample(parts.order.batch(step)[:4], seed=config.seed, step=step)
-    scores = parts.student_scorer.score(rollouts)
-    ours, theirs = torch.cat(scores), torch.cat([rollout.rollout_logprobs for rollout in rollouts])
-    _judge(config, parts, algo.rollout_mismatch(ours[None], theirs[None], torch.ones_like(ours[None], dtype=torch.bool)), step)
+
+    prompts = parts.order.batch(step)[:4]
+    limits = [min(TOKENS, parts.max_response)] * len(prompts)
+
+    def compare() -> None:
+        rollouts = parts.sampler.sample(prompts, seed=config.seed, step=step, max_tokens=limits)
+        ours = torch.cat(parts.student_scorer.score(rollouts))
+        theirs = torch.cat([rollout.rollout_logprobs for rollout in rollouts])
+        everywhere = torch.ones_like(ours[None], dtype=torch.bool)
+        _judge(config, parts, algo.rollout_mismatch(ours[None], theirs[None], everywhere), step)
+
+    parts.before_writing()
+    parts.ranks.together(compare)
 
 
 def mismatch_metrics(config: Config, parts: Parts, batch: TokenBatch, step: int) -> dict[str, float]:
@@ -48,14 +59,13 @@ def mismatch_metrics(config: Config, parts: Parts, batch: TokenBatch, step: int)
 
 
 def _judge(config: Config, parts: Parts, mismatch: algo.Mismatch, step: int) -> None:
-    precisions = [config.models.dtype, parts.engine.dtype]
-    if config.precision == "bf16":
-        precisions.append("bfloat16")
+    precisions = (config.models.dtype, config.compute_dtype, parts.engine.dtype)
     limit = config.rollout.mismatch_limit or max(LIMITS[name] for name in precisions)
     if not mismatch.mean_difference <= limit:
         raise MismatchError(
             f"step {step}: the log-probs of rollout.engine = {config.rollout.engine!r} differ from the trainer's by "
             f"{mismatch.mean_difference:.3g} on average (limit {limit:g}; largest ratio 1 ± {mismatch.largest_deviation:.3g}): "
-            "the engine has other weights, another temperature or a coarser precision. Check the engine's dtype and "
-            "model (section engine); raise rollout.mismatch_limit only if you know why"
+            f"the engine has other weights, another temperature or a coarser precision than {parts.engine.dtype}. Check its "
+            "model and its dtype (section engine; a server has its own, which engine.server.dtype must say); raise "
+            "rollout.mismatch_limit only if you know why"
         )
