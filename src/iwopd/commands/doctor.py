@@ -1,50 +1,93 @@
 """Check that a recipe's models, data and machine fit together. Each line is pass, warn or fail, with the remedy; the exit code
 is 1 if anything failed. Settings can be overridden as in `iwopd train`.
+
+With --gpu: the checklist for a machine with GPUs, which needs no recipe: device, kernels, FlashAttention, processes that talk
+to each other, vLLM, and three training steps compared with the CPU's. It ends with "ready", or with what to do.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from iwopd.commands.options import parse_overrides
 
-HELP = "look at a recipe before it trains"
+if TYPE_CHECKING:
+    from iwopd.config import Config
+    from iwopd.train.doctor import Finding
+
+HELP = "look at a recipe, or at a GPU, before it trains"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, help="TOML recipe")
+    parser.add_argument("recipe", type=Path, nargs="?", help="TOML recipe; may be left out with --gpu")
     parser.add_argument("--static", action="store_true", help="only what needs no model weights")
     parser.add_argument("--out", type=Path, help="run directory, for the disk space (default: as `iwopd train` would choose)")
+    parser.add_argument("--ranks", type=int, help="processes that will train on this machine, for the memory of each")
+    parser.add_argument("--gpu", action="store_true", help="the checklist for a machine with GPUs (docs/first-gpu-run.md)")
+    parser.add_argument("--device", help="with --gpu: cuda:1, ... or cpu (default: the first GPU)")
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
-    from iwopd.config import load_config
+    from iwopd.config import ConfigError, load_config
 
+    if options.device is not None and not options.gpu:
+        raise ConfigError("--device goes with --gpu")
+    if options.static and options.gpu:
+        raise ConfigError("--static looks at no device, --gpu at nothing else: leave one of them out")
+    if options.recipe is None:
+        if not options.gpu:
+            raise ConfigError("name a recipe (iwopd doctor my.toml), or ask for the GPU's checklist (iwopd doctor --gpu)")
+        return _examine_gpu(options, None, ())
     config = load_config(options.recipe, parse_overrides(rest))
+    if options.gpu:
+        out = [] if options.out is None else ["--out", str(options.out)]
+        return _examine_gpu(options, config, [str(options.recipe), *out, *rest])
+    return _examine(options, config)
 
+
+def _examine(options: argparse.Namespace, config: Config) -> int:
     from iwopd.train.assembly import assemble
-    from iwopd.train.doctor import Finding, examine_models, examine_recipe
+    from iwopd.train.doctor import examine_models, examine_recipe
     from iwopd.train.progress import pretraining_progress
 
     folder = options.out or Path("runs") / f"{options.recipe.stem}-seed{config.seed}"
     findings: list[Finding] = []
-
-    def show(found: Iterable[Finding]) -> None:
-        for finding in found:
-            findings.append(finding)
-            print(finding.text(), flush=True)
-
-    show(examine_recipe(config, folder, static=options.static))
+    _show(examine_recipe(config, folder, static=options.static, ranks=options.ranks), findings)
     failed = any(finding.level == "fail" for finding in findings)
     if not options.static and not failed:
         with pretraining_progress() as progress:
             parts = assemble(config, lambda _: None, progress)
         with parts:
-            show(examine_models(config, parts, folder))
-    counts = Counter(finding.level for finding in findings)
+            _show(examine_models(config, parts, folder), findings)
     skipped = " (the models were not loaded, because of the failures above)" if failed and not options.static else ""
-    print(f"{counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed{skipped}")
+    return _count(findings, skipped)
+
+
+def _examine_gpu(options: argparse.Namespace, config: Config | None, recipe: Sequence[str]) -> int:
+    from iwopd.train.doctor.gpu import examine_gpu, verdict
+
+    findings: list[Finding] = []
+    say = partial(print, file=sys.stderr, flush=True)
+    _show(examine_gpu(options.device, config, recipe, say), findings)
+    code = _count(findings)
+    print(verdict(findings))
+    return code
+
+
+def _show(found: Iterable[Finding], findings: list[Finding]) -> None:
+    for finding in found:
+        findings.append(finding)
+        print(finding.text(), flush=True)
+
+
+def _count(findings: Sequence[Finding], remark: str = "") -> int:
+    """Say how many lines passed; the exit code."""
+    counts = Counter(finding.level for finding in findings)
+    print(f"{counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed{remark}")
     return 1 if counts["fail"] else 0

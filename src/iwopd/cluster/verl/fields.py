@@ -57,7 +57,9 @@ FIELDS: dict[str, Treatment] = {
     "seed": _mapped(f"data.seed, {_ROLLOUT}.seed, {_ACTOR}.data_loader_seed, fsdp_config.seed; the order of the prompts"),
     "steps": _mapped("trainer.total_training_steps"),
     "threads": _unused("of one process on this machine; verl's workers choose their own"),
+    "rank_timeout": _unused("verl's own processes wait for each other"),
     "precision": _mapped(f"{_ACTOR}.fsdp_config.mixed_precision, {_ROLLOUT}.dtype"),
+    "head_precision": _unused("of this trainer's output head; verl has its own, in the precision of its model"),
     # --- models -----------------------------------------------------------------------------------------------------
     "models.world": _mapped(f"actor_rollout_ref.model.path, {_TEACHER}.model_path: the embedded world's folders"),
     "models.student_size": _mapped("actor_rollout_ref.model.path"),
@@ -68,7 +70,9 @@ FIELDS: dict[str, Treatment] = {
     "models.reference": _only(None, "verl's reference is the student before training: leave it out"),
     **{f"models.{role}_gguf_file": _only(None, _GGUF) for role in ("student", "teacher", "reference")},
     **{f"models.{role}_revision": _only(None, _REVISION) for role in ("student", "teacher", "reference")},
-    "models.dtype": _mapped(f"{_ACTOR}.fsdp_config.model_dtype, {_ROLLOUT}.dtype"),
+    "models.dtype": _mapped(
+        f"{_ACTOR}.fsdp_config.mixed_precision, ref.fsdp_config.model_dtype, {_ROLLOUT}.dtype; trained weights stay in float32"
+    ),
     "models.teacher_dtype": _mapped(f"{_TEACHER}.inference.dtype"),
     "models.attention": _mapped("actor_rollout_ref.model.override_config.attn_implementation, use_remove_padding"),
     "models.teacher_device": _only(None, "the teacher has GPUs of its own on verl: set cluster.teacher_gpus instead"),
@@ -129,6 +133,7 @@ FIELDS: dict[str, Treatment] = {
     "optim.mini_batches": _mapped(f"{_ACTOR}.ppo_mini_batch_size (prompts_per_step / mini_batches)"),
     "optim.token_budget": _mapped(f"{_ACTOR}.ppo_max_token_len_per_gpu, at least one whole rollout"),
     "optim.gradient_checkpointing": _mapped("actor_rollout_ref.model.enable_gradient_checkpointing"),
+    "optim.shard": _unused("verl always shards: weights, gradients and moments"),
     # --- evaluation, checkpoints, tracking ----------------------------------------------------------------------------
     "eval.every": _mapped("trainer.test_freq"),
     "eval.tasks": _mapped("trainer.test_freq, val_before_train; verl/val.parquet in the run directory"),

@@ -13,7 +13,7 @@ from iwopd.cluster.verl.checks import check_installed, check_other_teachers, che
 from iwopd.cluster.verl.convert import adopt, check_ranks, full_disk, newest
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
 from iwopd.cluster.verl.job import LOCAL, VerlJob, check_size, command, ray_address, shown
-from iwopd.cluster.verl.metrics import MetricsFile, step_stats
+from iwopd.cluster.verl.metrics import MetricsFile, noise_warning, step_stats
 from iwopd.cluster.verl.pools import pools
 from iwopd.cluster.verl.prompts import load_order, write_prompts
 from iwopd.cluster.verl.translate import Places, places
@@ -119,12 +119,16 @@ def _follow(
 ) -> int:
     """Follow the job until it ends or must be ended; record its metrics, evaluations and checkpoints."""
     metrics, last = MetricsFile(where.metrics), time.monotonic()
-    step, saved = done, done
+    step, saved, warned = done, done, False
     try:
         while True:
             code = job.exit_code  # before reading, so that its last lines are read
             for step, numbers in metrics.new():
-                tracker.step(step_stats(config, step, numbers))
+                stats = step_stats(config, step, numbers)
+                tracker.step(stats)
+                if not warned and (warning := noise_warning(config, stats)) is not None:
+                    tracker.say(warning)
+                    warned = True
                 last = time.monotonic()
             answers.look(step)
             for evaluation in answers.finished(wait=code is not None):

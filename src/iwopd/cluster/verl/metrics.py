@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from iwopd.algo.noise import NoiseFloor
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.translate import response_tokens
 from iwopd.config import Config
@@ -93,6 +94,19 @@ def step_stats(config: Config, step: int, given: Mapping[str, Any]) -> StepStats
         skipped=skipped,
         seconds=_seconds(numbers),
         metrics=metrics,
+    )
+
+
+def noise_warning(config: Config, stats: StepStats) -> str | None:
+    """What to tell the user if the log-probs of the student itself are as far apart as those of the pair."""
+    floor = NoiseFloor(stats.metrics.get("gap/noise_student", 0.0), 0.0, stats.metrics["gap/abs_mean"])
+    if not floor.is_fault:
+        return None
+    tokens = response_tokens(config)
+    return (
+        f"step {stats.step}: rollout engine and trainer put the student's own log-probs {floor.total:.2g} a token apart, "
+        f"{floor.share:.0%} of the gap to the teacher ({floor.gap:.3g}). A rule that sums |gap| over {tokens:,} tokens sums up "
+        f"{floor.summed(tokens):.3g} nats of noise: raise engine.vllm.dtype and precision"
     )
 
 

@@ -21,7 +21,7 @@ from iwopd.cluster.verl.params import TRAINER
 from iwopd.cluster.verl.watch import Watch, rollout_actors
 from iwopd.train.scoring import training_progress
 
-COLUMNS = ("prompts", "responses", "response_mask", "old_log_probs", "teacher_logprobs", "ref_log_prob")
+COLUMNS = ("prompts", "responses", "response_mask", "old_log_probs", "rollout_log_probs", "teacher_logprobs", "ref_log_prob")
 
 
 @register_trainer(TRAINER)

@@ -166,9 +166,10 @@ def _update(config: Config) -> Pairs:
     yield f"{ACTOR}.optim.weight_decay", optim.weight_decay
     yield f"{ACTOR}.optim.clip_grad", optim.grad_clip
     yield f"{ACTOR}.optim.override_optimizer_config", {"eps": optim.eps}
-    for role in (ACTOR, "actor_rollout_ref.ref"):
+    # The actor's shards are its master weights: in float32, whatever precision they are gathered in.
+    for role, stored in ((ACTOR, "fp32"), ("actor_rollout_ref.ref", PRECISIONS[config.models.dtype])):
         precision = {"param_dtype": computed, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-        yield f"{role}.fsdp_config.model_dtype", PRECISIONS[config.models.dtype]
+        yield f"{role}.fsdp_config.model_dtype", stored
         yield f"+{role}.fsdp_config.mixed_precision", precision
         yield f"{role}.fsdp_config.seed", config.seed
         yield f"{role}.fsdp_config.param_offload", cluster.offload
@@ -196,7 +197,7 @@ def _rollout(config: Config) -> Pairs:
     yield f"{ROLLOUT}.val_kwargs.top_p", 1.0
     yield f"{ROLLOUT}.val_kwargs.top_k", -1
     yield f"{ROLLOUT}.seed", config.seed
-    yield f"{ROLLOUT}.dtype", vllm.dtype or ("bfloat16" if config.precision == "bf16" else config.models.dtype)
+    yield f"{ROLLOUT}.dtype", vllm.dtype or config.compute_dtype
     yield f"{ROLLOUT}.max_model_len", vllm.max_model_len or longest
     yield f"{ROLLOUT}.gpu_memory_utilization", vllm.memory_share
     yield f"{ROLLOUT}.tensor_model_parallel_size", vllm.tensor_parallel

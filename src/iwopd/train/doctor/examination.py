@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from iwopd.config import Config
 from iwopd.errors import UserError
 from iwopd.train.assembly import Parts
+from iwopd.train.attention import flash_refuses
 from iwopd.train.doctor.case import Case, open_case
 from iwopd.train.doctor.chat import check_template
 from iwopd.train.doctor.data import check_contamination, check_data
 from iwopd.train.doctor.findings import Finding, failure
 from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
-from iwopd.train.doctor.lengths import check_context, check_temperature
-from iwopd.train.doctor.machine import check_packages, check_processor
+from iwopd.train.doctor.lengths import check_context, check_rope, check_temperature
+from iwopd.train.doctor.machine import check_packages, check_processor, check_ranks
+from iwopd.train.doctor.noise import check_noise
 from iwopd.train.doctor.resources import check_resources
 from iwopd.train.doctor.working import check_masks, check_sampler, check_scorers, head_findings, known_rollouts, local_models
+from iwopd.train.ranks import Launched, launched
 
 
-def examine_recipe(config: Config, folder: Path, *, static: bool = False) -> Iterator[Finding]:
-    """What can be said without weights; `folder` is the run directory. `static`: no model is loaded on this machine."""
+def examine_recipe(config: Config, folder: Path, *, static: bool = False, ranks: int | None = None) -> Iterator[Finding]:
+    """What can be said without weights; `folder` is the run directory.
+
+    static: no model is loaded on this machine. ranks: processes that will train, on one machine; by default those that were
+    launched.
+    """
+    started = launched() if ranks is None else Launched(ranks, ranks)
     yield from check_packages(config)
+    yield from check_ranks(config, started)
     if not static:
+        yield from (failure("attention", *refused) for refused in flash_refuses(config))
         yield from check_processor(config)
     case = open_case(config, folder)
     checks = (check_files, check_vocabularies, check_special_tokens, check_rows, check_template, check_temperature, check_data)
@@ -31,8 +42,9 @@ def examine_recipe(config: Config, folder: Path, *, static: bool = False) -> Ite
     configs = {member.name: member.config for member in case.members.values() if member.config is not None}
     if configs and not case.data_problem:
         yield from check_context(case, configs)
+        yield from check_rope(case, configs)
         try:
-            yield from check_resources(case)
+            yield from check_resources(case, ranks=started)
         except UserError as error:  # an adapter that does not fit the model
             yield failure("memory", str(error), "correct it")
 
@@ -47,5 +59,9 @@ def examine_models(config: Config, parts: Parts, folder: Path, *, step: int = 1)
     yield from check_masks(parts)
     rollouts = known_rollouts(config, parts, step)
     yield from head_findings(parts)
-    yield from check_sampler(config, parts, rollouts)
-    yield from check_scorers(config, parts, rollouts)
+    sound = True
+    for finding in chain(check_sampler(config, parts, rollouts), check_scorers(config, parts, rollouts)):
+        sound = sound and finding.level != "fail"
+        yield finding
+    if sound:  # else the numbers are other ones, not noisy ones
+        yield from check_noise(config, parts, rollouts)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from iwopd.errors import UserError
@@ -26,6 +26,8 @@ class Finding:
     remedy: str = ""
     details: str = ""
     """Further lines, such as a diff."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """What was measured, by the names of metrics.jsonl: a run writes it into every record."""
 
     def text(self) -> str:
         line = f"{self.level:<4}  {self.check:<14}  {self.message}"
@@ -34,12 +36,12 @@ class Finding:
         return "\n".join([line, *(f"{'':22}{detail}" for detail in self.details.splitlines())])
 
 
-def passed(check: str, message: str) -> Finding:
-    return Finding("pass", check, message)
+def passed(check: str, message: str, numbers: Mapping[str, float] | None = None) -> Finding:
+    return Finding("pass", check, message, numbers=numbers or {})
 
 
-def warning(check: str, message: str, remedy: str, details: str = "") -> Finding:
-    return Finding("warn", check, message, remedy, details)
+def warning(check: str, message: str, remedy: str, details: str = "", numbers: Mapping[str, float] | None = None) -> Finding:
+    return Finding("warn", check, message, remedy, details, numbers or {})
 
 
 def failure(check: str, message: str, remedy: str, details: str = "") -> Finding:

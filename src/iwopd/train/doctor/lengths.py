@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from iwopd.model_facts import context_length
+from iwopd.rope import rope_note
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
 
@@ -30,6 +31,24 @@ def check_context(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
     if known and all(limit >= needed for limit in known.values()):
         room = ", ".join(f"{name} {limit:,}" for name, limit in known.items())
         yield passed("context", f"{what}; room: {room}")
+
+
+def check_rope(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
+    """Rotary embeddings whose frequencies depend on the length: one choice for the whole run."""
+    config = case.config
+    longest = config.data.max_prompt_tokens + max(case.max_response or 0, config.eval.max_tokens or 0)
+    for name, own in configs.items():
+        if (note := rope_note(own, longest)) is None:
+            continue
+        elsewhere = config.rollout.engine != "local" if name == "student" else bool(config.teacher.urls)
+        if elsewhere and "dynamic" in note:
+            remedy = "compare its log-probs with the local ones (the echo test, correction/logprob_difference)"
+            yield warning("rope", f"the {name}'s {note}; an engine or server may choose others", remedy)
+        elif elsewhere and name != "student":
+            remedy = f"serve it for {longest:,} tokens (vLLM: --max-model-len, serve-teacher: --max-length)"
+            yield warning("rope", f"the {name}'s {note}; its server decides by the context that it was given", remedy)
+        else:
+            yield passed("rope", f"the {name}'s {note}")
 
 
 def check_temperature(case: Case) -> Iterator[Finding]:

@@ -1,0 +1,124 @@
+"""The noise floor of a run: the same model's log-probs over different paths of this very pipeline.
+
+Each side, student and teacher, is scored as the run scores it, and then over every other path there is to the same model: one
+rollout at a time instead of beside others, in float32 (where the model is in this process), by another replica (a server), and
+the student by the engine that wrote the rollouts. The path that differs most counts. `algo.noise` has the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from iwopd import algo
+from iwopd.algo.noise import LARGEST_SHARE
+from iwopd.config import Config
+from iwopd.teacher.scorer import Scorer, ScoringPath
+from iwopd.train.assembly import Parts
+from iwopd.train.doctor.echo import own_logprobs
+from iwopd.train.doctor.findings import Finding, passed, warning
+from iwopd.train.doctor.float32 import float32_obstacle, in_float32
+from iwopd.types import Rollout
+
+
+class Side(NamedTuple):
+    """How far apart two paths to one model are."""
+
+    difference: float
+    """Mean |difference| of a token's log-prob."""
+    path: str
+    """What differs, for the reader."""
+    remedy: str
+
+
+ALONE = ("one rollout at a time", "score in a higher precision (dtype, head_precision), or set models.attention")
+ENGINE = ("the engine that writes", "give the engine the trainer's precision (section engine), or set rollout.engine = 'local'")
+REPLICA = ("another server", "start all servers with the same version, dtype and parallelism")
+STUDENT_FLOAT32 = ("float32", "compute in a higher precision: precision = 'no', models.dtype and head_precision float32")
+TEACHER_FLOAT32 = ("float32", "load the teacher in a higher precision: models.teacher_dtype and head_precision float32")
+
+
+def check_noise(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
+    """Is what teacher and student disagree about more than what two paths to one model disagree about?"""
+    student, teacher, floor = measure_noise(config, parts, rollouts)
+    tokens = parts.max_response
+    words = (
+        f"two paths to the same model differ by {floor.total:.2g} a token (student {_side(student)}, teacher "
+        f"{_side(teacher)}), teacher and student by {floor.gap:.3g}"
+    )
+    numbers = noise_metrics(floor)
+    if not floor.is_fault:
+        yield passed("noise floor", words, numbers)
+        return
+    yield warning(
+        "noise floor",
+        f"{words}: the floor is {floor.share:.0%} of the gap (at most {LARGEST_SHARE:.0%} would be sound). A rule that sums "
+        f"|gap| over {tokens:,} tokens sums up {floor.summed(tokens):.3g} nats of noise",
+        max(student, teacher).remedy,
+        numbers=numbers,
+    )
+
+
+def noise_metrics(floor: algo.NoiseFloor) -> dict[str, float]:
+    """By the names that they have in metrics.jsonl."""
+    return {"gap/noise_floor": floor.total, "gap/noise_student": floor.student, "gap/noise_teacher": floor.teacher}
+
+
+def measure_noise(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> tuple[Side, Side, algo.NoiseFloor]:
+    """Student's side, teacher's side, and the floor that they add up to."""
+    temperature, vocab_size = config.rollout.temperature, len(parts.tokenizer)
+
+    def side(scorer: Scorer, kind: str, float32: tuple[str, str]) -> list[Side]:
+        found: list[Side] = []
+        first: dict[str, Tensor] = {}
+        for path in scorer.paths(kind):
+            scores = _floored(path.scorer.score(rollouts))
+            found.append(_compared(scores, _alone(path, rollouts), ALONE))
+            if path.model_name in first:
+                found.append(_compared(scores, first[path.model_name], REPLICA))
+            first.setdefault(path.model_name, scores)
+            here = scorer.local(kind).get(path.model_name)
+            if here is not None and (exact := _exact(here.lm.model, rollouts, temperature, vocab_size)) is not None:
+                found.append(_compared(scores, exact, float32))
+        return found
+
+    old = _floored(parts.student_scorer.score(rollouts))
+    written = _floored(rollout.rollout_logprobs for rollout in rollouts)
+    student = max([*side(parts.student_scorer, "student", STUDENT_FLOAT32), _compared(old, written, ENGINE)])
+    teacher = max(side(parts.teacher_scorer, "teacher", TEACHER_FLOAT32))
+    gap = algo.mean_difference(_floored(parts.teacher_scorer.score(rollouts)), old)
+    return student, teacher, algo.NoiseFloor(student.difference, teacher.difference, gap)
+
+
+def _alone(path: ScoringPath, rollouts: Sequence[Rollout]) -> Tensor:
+    """Without neighbours, and in the opposite order."""
+    scores = [path.scorer.score([rollout])[0] for rollout in reversed(rollouts)]
+    return _floored(reversed(scores))
+
+
+def _exact(model: torch.nn.Module, rollouts: Sequence[Rollout], temperature: float, vocab_size: int) -> Tensor | None:
+    """In float32; None where that cannot be had."""
+    if float32_obstacle(model) is not None:
+        return None
+    try:
+        with in_float32(model):
+            return _floored(own_logprobs(model, rollouts, temperature, vocab_size))
+    except torch.OutOfMemoryError:  # a run that would fit must not fail for this
+        return None
+
+
+def _compared(scores: Tensor, other: Tensor, about: tuple[str, str]) -> Side:
+    return Side(algo.mean_difference(scores, other), *about)
+
+
+def _floored(scores: Iterable[Tensor]) -> Tensor:
+    """Log-probs [N] of all rollouts as the run floors them."""
+    values = torch.cat(list(scores)).float()
+    return algo.floor_logprobs(values, torch.ones_like(values, dtype=torch.bool)).logprobs
+
+
+def _side(side: Side) -> str:
+    return f"{side.difference:.1g} against {side.path}"
