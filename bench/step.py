@@ -83,7 +83,6 @@ def memory_mb(peak: bool) -> float:
 
 def run_ours(case: dict[str, Any]) -> dict[str, float]:
     import torch
-    from accelerate import Accelerator
 
     from iwopd.algo.objectives import make_objective
     from iwopd.config import Optim
@@ -101,7 +100,7 @@ def run_ours(case: dict[str, Any]) -> dict[str, float]:
     sampler = LocalSampler(student, SamplingSettings(max(lengths)))
     old_scorer, teacher_scorer = LocalScorer(student), LocalScorer(teacher.eval())
     objective = make_objective({"weights": "cumulative-share"})
-    learner = Learner(ResponseModel(student), Optim(), objective, Accelerator(cpu=True), Ranks())
+    learner = Learner(ResponseModel(student), Optim(), objective, Ranks())
     generator = torch.Generator().manual_seed(0)
     base = memory_mb(peak=False)
     seconds, shares = [], []

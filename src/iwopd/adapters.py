@@ -60,15 +60,19 @@ def has_adapter(model: Any) -> bool:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before training. Inside, adapters take no gradients; graphs built before keep theirs."""
-    layers = [module for module in model.modules() if is_adapter_layer(module)]
+    """The model as it was before training. Inside, adapters take no gradients; graphs built before keep theirs.
+
+    It may be entered again inside itself.
+    """
+    layers: list[Any] = [module for module in model.modules() if is_adapter_layer(module)]
+    layers = [layer for layer in layers if not layer.disable_adapters]
     for layer in layers:
-        layer.enable_adapters(False)  # type: ignore[operator]
+        layer.enable_adapters(False)
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)  # type: ignore[operator]
+            layer.enable_adapters(True)
 
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:

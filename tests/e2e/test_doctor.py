@@ -18,7 +18,7 @@ from iwopd.config import make_config
 from iwopd.models import ModelSource
 from iwopd.teacher.scorer import ScoringPath
 from iwopd.train.assembly import Parts, assemble
-from iwopd.train.doctor import check_echo, examine_models, examine_recipe, machine, own_logprobs
+from iwopd.train.doctor import check_echo, examine_models, examine_recipe, machine, own_logprobs, working
 from iwopd.train.doctor.case import Member, open_case
 from iwopd.train.doctor.chat import check_template
 from iwopd.train.doctor.findings import Finding
@@ -31,7 +31,7 @@ from mismatched import MISMATCHES, healthy
 from models import make_model, save_pair
 
 LINES = ["files", "vocabulary", "stop ids", "output rows", "thinking", "chat template", "prompt ids", "temperature", "data"]
-LINES += ["context", "memory", "disk", "masks", "fused head", "sampler", "echo"]
+LINES += ["context", "memory", "disk", "masks", "fused head", "sampler", "echo", "noise floor"]
 
 
 def doctor(
@@ -59,6 +59,29 @@ def test_a_healthy_recipe_passes_every_line(tmp_path: Path, capsys: pytest.Captu
     assert lines[-1].endswith("0 warnings, 0 failed")
     checks = [line[6:20].strip() for line in lines[:-1]]
     assert set(checks) == set(LINES)
+
+
+def test_frequencies_that_follow_the_batch_are_chosen_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pair whose RoPE transformers chooses anew for every batch: every path of the run has the same one."""
+    settings = save_pair(tmp_path, student="llama", teacher="llama")
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 3.0, 9.0, 20.0], "factor": 16.0}
+    for name in ("student", "teacher"):
+        file = tmp_path / name / "config.json"
+        written = json.loads(file.read_text())
+        rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 16, **factors}
+        file.write_text(json.dumps({**written, "rope_parameters": rope}))
+    code, said = doctor(tmp_path, settings, capsys)
+    assert code == 0, said
+    assert "pass  rope" in said
+    assert "the teacher's longrope: the long factors for all lengths, since 256 tokens exceed 16" in said
+    for name, scorer in (parts := assemble(make_config(settings), print)).student_scorer.local("student").items():
+        assert scorer.lm.model.model.rotary_emb.rope_type == "fixed", name
+    rollouts = parts.sampler.sample(parts.order.batch(1), seed=0, step=1)
+    assert len({len(rollout) for rollout in rollouts}) > 1
+    together, alone = parts.teacher_scorer.score(rollouts), [parts.teacher_scorer.score([one])[0] for one in rollouts]
+    torch.testing.assert_close(torch.cat(together), torch.cat(alone), atol=1e-4, rtol=0)
+    written_down = torch.cat([rollout.rollout_logprobs for rollout in rollouts])
+    torch.testing.assert_close(written_down, torch.cat(parts.student_scorer.score(rollouts)), atol=1e-4, rtol=0)
 
 
 def test_static_loads_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +205,8 @@ def test_settings_that_move_the_policy_are_named(tmp_path: Path) -> None:
 
 def test_too_little_memory_or_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = healthy(tmp_path)
-    monkeypatch.setattr("iwopd.train.doctor.resources.available_memory", lambda: (10**6, "machine"))
+    monkeypatch.setattr("iwopd.train.doctor.resources.accelerators", lambda _: None)
+    monkeypatch.setattr("iwopd.train.doctor.resources.main_memory", lambda: 10**6)
     monkeypatch.setattr("iwopd.train.doctor.resources.shutil.disk_usage", lambda _: type("Disk", (), {"free": 10**5}))
     failed = {finding.check: finding.text() for finding in findings(settings, tmp_path) if finding.level == "fail"}
     assert failed.keys() == {"memory", "disk"}
@@ -289,6 +313,16 @@ def test_the_echo_test_finds_another_model(parts: Parts, rollouts: list[Rollout]
     assert "another model" in finding.text()
 
 
+def test_answers_in_another_order_are_told_apart_from_another_model(parts: Parts, rollouts: list[Rollout]) -> None:
+    """Also where not all answers are of one length."""
+    short = [replace(r, response_ids=r.response_ids[:3], rollout_logprobs=r.rollout_logprobs[:3]) for r in rollouts[:2]]
+    items = [*short, rollouts[2]]
+    own = {"teacher": own_logprobs(parts.teacher_scorer.lm.model, items, 1.0, 21)}  # type: ignore[attr-defined]
+    exchanged = Remote(parts, lambda scores: [scores[1], scores[0], scores[2]])
+    (finding,) = check_echo([ScoringPath("teacher (server)", "teacher", exchanged)], own, items)
+    assert "the answers come back in another order" in finding.text()
+
+
 def test_without_a_local_copy_off_by_one_is_found_and_replicas_are_compared(parts: Parts, rollouts: list[Rollout]) -> None:
     good = ScoringPath("teacher (one)", "teacher", Remote(parts, lambda scores: scores))
     twin = ScoringPath("teacher (two)", "teacher", Remote(parts, lambda scores: scores))
@@ -312,6 +346,29 @@ def test_padded_rows_are_masked_by_everybody(parts: Parts, tmp_path: Path) -> No
     finally:
         lm.vocab_size = 21
     assert failed == {"masks", "echo"}
+
+
+def test_a_few_tokens_are_written_and_far_ones_among_them(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not whole answers, which may have 16,384 tokens; and a path that goes wrong at far positions only is found."""
+    monkeypatch.setattr(working, "TOKENS", 6, raising=False)
+    monkeypatch.setattr(working, "FAR_TOKENS", 3, raising=False)
+    config = make_config({**save_pair(tmp_path), "threads": torch.get_num_threads()})
+    *near, far = known_rollouts(config, parts, 1)
+    assert len(near) == 2
+    assert all(len(rollout) <= 6 for rollout in near)
+    assert len(far) <= 3
+    assert len(far.prompt.token_ids) + 3 == len(near[0].prompt.token_ids) + parts.max_response
+    (good,) = check_sampler(config, parts, [*near, far])
+    assert good.level == "pass"
+
+    def forgets(scores: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [*scores[:2], scores[2] - 1.0]
+
+    own = {"teacher": own_logprobs(parts.teacher_scorer.lm.model, [*near, far], 1.0, 21)}  # type: ignore[attr-defined]
+    paths = [ScoringPath("teacher (server)", "teacher", Remote(parts, change)) for change in (forgets, lambda scores: scores)]
+    assert [finding.level for finding in check_echo(paths, own, [*near, far])] == ["fail", "pass"]
 
 
 def test_an_engine_that_reports_other_logprobs_is_refused(parts: Parts, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -98,6 +100,16 @@ def test_switched_off_it_is_the_model_before_and_waiting_gradients_stay() -> Non
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
+def test_switched_off_twice_it_is_switched_on_once() -> None:
+    base, model = make_model("qwen3").eval(), adapted()
+    with torch.no_grad():
+        with adapter_off(model):
+            with adapter_off(model):
+                pass
+            assert torch.equal(model(IDS).logits, base(IDS).logits)
+        assert not torch.equal(model(IDS).logits, base(IDS).logits)
+
+
 def settings(folder: Path, **change: Any) -> dict[str, Any]:
     return {
         **save_pair(folder),
@@ -118,6 +130,25 @@ def tensors(folder: Path, step: int = 6) -> dict[str, torch.Tensor]:
     checkpoint = folder / "checkpoints" / f"step-{step:06d}"
     found = load_file(checkpoint / "model" / "adapter_model.safetensors")
     return {**found, **{f"optimizer/{k}": v for k, v in load_file(checkpoint / "optimizer.safetensors").items()}}
+
+
+@pytest.fixture
+def another_precision() -> Iterator[None]:
+    """A process has one, which Accelerate keeps: forgotten before and after."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("another_precision")
+@pytest.mark.parametrize("lora", [{"rank": 4, "alpha": 8.0}, {}])
+def test_the_reference_runs_in_the_students_precision(tmp_path: Path, lora: dict[str, Any]) -> None:
+    """The student has not moved: its log-probs are the reference's, also under autocast."""
+    with assemble(make_config(settings(tmp_path, precision="bf16", lora=lora)), print) as parts:
+        rollouts = parts.sampler.sample(parts.order.batch(1)[:4], seed=0, step=1)
+        assert parts.reference_scorer is not None
+        scores = (parts.student_scorer.score(rollouts), parts.reference_scorer.score(rollouts))
+    torch.testing.assert_close(torch.cat(scores[0]), torch.cat(scores[1]), rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +257,7 @@ def test_gradient_checkpointing_and_half_precision(tmp_path: Path) -> None:
     run_training(make_config({**given, "optim": optim}), tmp_path / "recomputed")
     for one, other in zip(metrics(tmp_path / "plain"), metrics(tmp_path / "recomputed"), strict=True):
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    models = {**given["models"], "dtype": "float16"}
+    models = {**given["models"], "dtype": "bfloat16"}
     run_training(make_config({**given, "models": models}), tmp_path / "half")
     assert all(tensor.dtype == torch.float32 for tensor in tensors(tmp_path / "half", 2).values())
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -106,7 +105,7 @@ def by_local_learner(config: Config, steps: list[list[Rollout]]) -> tuple[dict[s
     """Weights after the steps, and the loss of each step."""
     student, teacher = load(config.models.student), load(config.models.teacher)
     reference = load(config.models.student) if config.method.made.needs_reference else None
-    learner = Learner(ResponseModel(student), config.optim, config.method.made, Accelerator(cpu=True), Ranks())
+    learner = Learner(ResponseModel(student), config.optim, config.method.made, Ranks())
     losses = []
     for step, rollouts in enumerate(steps, 1):
         scores = [LocalScorer(model).score(rollouts) for model in (student, teacher, reference) if model is not None]

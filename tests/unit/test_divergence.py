@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from iwopd.algo.evidence import Evidence
@@ -91,7 +90,7 @@ def gradients(budget: int, *, weights: str = "survival", ahead: bool = False) ->
     objective = make_objective({"objective": "divergence", "weights": weights})
     optim = Optim(lr=1e-9, grad_clip=1e9, token_budget=budget)
     lm = ResponseModel(model, vocab_size=21)
-    learner = Learner(lm, optim, objective, Accelerator(cpu=True), Ranks(), teacher)
+    learner = Learner(lm, optim, objective, Ranks(), teacher)
     forward = learner.forward(items) if ahead else None
     old = LocalScorer(model, vocab_size=21).score(items)
     batch = TokenBatch.collate([ScoredRollout(*one) for one in zip(items, old, teacher.score(items), strict=True)])

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from iwopd.algo.objectives import Objective, make_objective
@@ -50,7 +49,7 @@ def updated(
     lm = ResponseModel(model, vocab_size=21)
     lm.packing_obstacle = obstacle if obstacle is not None else lm.packing_obstacle
     objective = make_objective(method or {"weights": "cumulative-share"})
-    learner = Learner(lm, Optim(lr=1e-9, grad_clip=1e9, **optim), objective, Accelerator(cpu=True), Ranks())
+    learner = Learner(lm, Optim(lr=1e-9, grad_clip=1e9, **optim), objective, Ranks())
     forward = learner.forward(items) if ahead else None
     assert (forward is not None) == ahead
     old = forward.logprobs if forward is not None else LocalScorer(model, vocab_size=21).score(items)
@@ -101,7 +100,7 @@ def test_entropy_and_kl_terms_reach_the_gradient(settings: dict[str, float]) -> 
 @pytest.mark.parametrize("optim", [{"ppo_epochs": 2}, {"mini_batches": 2}, {"token_budget": 30}])
 def test_several_updates_or_micro_batches_leave_the_old_logprobs_to_a_scorer(optim: dict[str, int]) -> None:
     lm = ResponseModel(make_model("qwen3"))
-    learner = Learner(lm, Optim(**optim), make_objective({}), Accelerator(cpu=True), Ranks())
+    learner = Learner(lm, Optim(**optim), make_objective({}), Ranks())
     assert learner.forward(rollouts()) is None
 
 
@@ -111,7 +110,7 @@ def scored(items: list[Rollout], old: list[Tensor]) -> TokenBatch:
 
 def test_a_pass_of_other_rollouts_is_refused() -> None:
     items, objective = rollouts(), make_objective({})
-    learner = Learner(ResponseModel(make_model("qwen3")), Optim(), objective, Accelerator(cpu=True), Ranks())
+    learner = Learner(ResponseModel(make_model("qwen3")), Optim(), objective, Ranks())
     forward = learner.forward(items[:3])
     batch = scored(items, LocalScorer(learner.lm.model).score(items))
     with pytest.raises(ValueError, match=r"the forward pass has 26 tokens, the batch 36"):
@@ -121,7 +120,7 @@ def test_a_pass_of_other_rollouts_is_refused() -> None:
 def test_a_pass_is_let_go_of_when_there_is_nothing_to_learn() -> None:
     """A denominator of 0 leaves the update out; the graph of the waiting pass must not outlive the step."""
     items, objective = rollouts(), make_objective({})
-    learner = Learner(ResponseModel(make_model("qwen3")), Optim(), objective, Accelerator(cpu=True), Ranks())
+    learner = Learner(ResponseModel(make_model("qwen3")), Optim(), objective, Ranks())
 
     def step() -> weakref.ref[ForwardPass]:
         forward = learner.forward(items)

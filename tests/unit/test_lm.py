@@ -120,25 +120,50 @@ def test_own_logits_come_in_chunks_with_the_same_gradients(monkeypatch: pytest.M
         torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_body_that_cannot_be_taken_out_means_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose forward looks into its body."""
-    capped = make_model("gemma2").eval()
-    forward = type(capped).forward
+def transformed_head(kind: str) -> Any:
+    """A model that does something to its states before the output layer reads them."""
+    model = make_model(kind).eval()
+    body = type(model).forward
+    model.register_module("between", torch.nn.Linear(32, 32))
 
-    def looks_inside(self: Any, *arguments: Any, **options: Any) -> Any:
-        assert self.model.layers is not None
-        return forward(self, *arguments, **options)
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        hook = self.lm_head.register_forward_pre_hook(lambda layer, inputs: (self.between(inputs[0]).tanh(),), prepend=True)
+        try:
+            return body(self, *arguments, **options)
+        finally:
+            hook.remove()
 
-    monkeypatch.setattr(type(capped), "forward", looks_inside)
+    model.forward = forward.__get__(model)
+    return model
+
+
+def without_its_layer(kind: str) -> Any:
+    """A capped model that multiplies by its output matrix without calling the layer."""
+    model = make_model(kind).eval()
+
+    class Hidden(torch.nn.Module):
+        def __init__(self, layer: torch.nn.Linear) -> None:
+            super().__init__()
+            self.weight = layer.weight
+
+        def __call__(self, states: Tensor) -> Tensor:  # hooks are not asked
+            return states @ self.weight.t()
+
+    model.lm_head = Hidden(model.lm_head)
+    return model
+
+
+@pytest.mark.parametrize(("make", "chunked"), [(transformed_head, True), (without_its_layer, False)])
+def test_a_head_of_another_kind_is_asked_for_its_own_logits(make: Any, chunked: bool) -> None:
+    """A chunk of tokens at a time, or where that cannot be had, a whole sequence."""
     items = rollouts(4)
-    sequences = Sequences.build([torch.tensor(item.prompt.token_ids) for item in items], [item.response_ids for item in items])
-    lm = ResponseModel(capped, vocab_size=21)
-    lm.check_head(sequences)
+    model, sequences = make("gemma2"), Sequences.from_rollouts(items)
+    lm = ResponseModel(model, vocab_size=21)
+    found = lm.check_head(sequences)
     assert not lm.fused
-    assert not lm.chunked
-    for row, item in enumerate(items):
-        want = by_hand(capped, item)
-        torch.testing.assert_close(sequences.split(lm.logprobs(sequences))[row].double(), want, rtol=1e-4, atol=1e-5)
+    assert (lm.chunked, found.chunked) == (chunked, chunked)
+    for got, item in zip(sequences.split(lm.logprobs(sequences)), items, strict=True):
+        torch.testing.assert_close(got.double(), by_hand(model, item), rtol=1e-4, atol=1e-5)
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=80), st.integers(1, 3000))

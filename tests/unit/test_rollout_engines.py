@@ -1,18 +1,15 @@
-"""What a foreign engine is asked for and may answer, without one: requests, weights by name, the order of sleep and sync."""
+"""What a foreign engine is asked for and may answer, without one: requests, weights by name, connections."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +18,8 @@ from safetensors.torch import load_file
 from iwopd import algo
 from iwopd.config import ConfigError, make_config
 from iwopd.rollout.connection import Connection, ServerError
-from iwopd.rollout.engine import Student
 from iwopd.rollout.requests import Answer, Vocabulary, read_rollout, request_fields, request_seed
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
-from iwopd.rollout.settings import VllmSettings
-from iwopd.rollout.vllm import VllmEngine, VllmError
 from iwopd.rollout.weights import WeightSyncError, checkpoint_weights, save_weights, weights_version
 from iwopd.types import Prompt
 from models import make_model
@@ -153,139 +147,6 @@ def test_weights_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     together = {name: values for file in files for name, values in load_file(file).items()}
     assert all(torch.equal(together[name], values) for name, values in checkpoint_weights(model))
     assert json.loads((tmp_path / "weights" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-
-
-# --- the engine ------------------------------------------------------------------------------------------------------
-
-
-class FakeGpuEngine:
-    """Stands for vLLM on a GPU, which this machine does not have: it only writes down what it is asked."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self.arguments = arguments
-        self.asked: list[str] = []
-        self.llm_engine = self.engine_core = self
-
-    def shutdown(self) -> None:
-        self.asked.append("shutdown")
-
-    def collective_rpc(self, method: str, kwargs: Any) -> None:
-        kinds = {"weights_iterator": lambda value: f"{len(list(value))} tensors", "weights_path": lambda value: "a folder"}
-        self.asked.append(f"{method} from {next(kinds[name](value) for name, value in kwargs.items())}")
-
-    def reset_prefix_cache(self) -> bool:
-        self.asked.append("reset_prefix_cache")
-        return True
-
-    def sleep(self, level: int) -> None:
-        self.asked.append(f"sleep {level}")
-
-    def wake_up(self, tags: list[str]) -> None:
-        self.asked.append(f"wake {tags[0]}")
-
-    # Requests: one is finished with each step, the last one first; the first token is the last one of the prompt.
-
-    waiting: ClassVar[dict[str, Any]] = {}
-
-    def add_request(self, number: str, prompt: Any, parameters: Any) -> None:
-        first, limit = prompt["prompt_token_ids"][-1], parameters["max_tokens"]
-        assert parameters["detokenize"] is False
-        self.waiting[number] = SimpleNamespace(
-            token_ids=[first] * limit,
-            logprobs=[{first: SimpleNamespace(logprob=-0.5)}] * limit,
-            finish_reason="length",
-        )
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.waiting)
-
-    def step(self) -> list[Any]:
-        number, output = self.waiting.popitem()
-        return [SimpleNamespace(request_id=number, outputs=[output])]
-
-    def abort_request(self, numbers: list[str]) -> None:
-        self.asked.append(f"abort {numbers}")
-        self.waiting.clear()
-
-
-def student(model: Any) -> Student:
-    return Student(lambda: model, vocab_size=21, rows=21, longest=64)
-
-
-@pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.import_module
-
-    def fake(name: str) -> Any:
-        kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"))
-        vllm = SimpleNamespace(LLM=FakeGpuEngine, SamplingParams=dict, sampling_params=kinds)
-        return vllm if name == "vllm" else real(name)
-
-    monkeypatch.setattr("iwopd.rollout.vllm.importlib.import_module", fake)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-
-
-def test_a_sleeping_engine_gets_weights_before_its_cache(fake_gpu: None) -> None:
-    """A mock: there is no GPU here. Level 2 forgets the weights, so they must come at every waking, changed or not."""
-    model = make_model("qwen3")
-    engine = VllmEngine(student(model), VllmSettings(sleep=True))
-    assert engine.llm.arguments["enable_sleep_mode"]
-    count = len(dict(checkpoint_weights(model)))
-    first = [f"reload_weights from {count} tensors", "reset_prefix_cache"]
-    engine.update_weights()
-    engine._rest()
-    engine._rest()
-    assert engine.llm.asked == [*first, "sleep 2"]
-    engine.update_weights()
-    engine.update_weights()
-    assert engine.llm.asked == [*first, "sleep 2", "wake weights", *first, "wake kv_cache"]
-    engine.close()
-
-
-def test_an_engine_that_stays_awake_syncs_changes_only(fake_gpu: None) -> None:
-    """A mock: there is no GPU here."""
-    model = make_model("qwen3")
-    engine = VllmEngine(student(model), VllmSettings(tensor_parallel=2))
-    for _ in range(2):
-        engine.update_weights()
-        engine._rest()
-    assert engine.llm.asked == ["reload_weights from a folder", "reset_prefix_cache"]
-    with torch.no_grad():
-        model.model.norm.weight += 1
-    engine.update_weights()
-    assert engine.llm.asked.count("reload_weights from a folder") == 2
-    engine.close()
-
-
-def test_requests_to_vllm_come_back_as_rollouts(fake_gpu: None) -> None:
-    """A mock: there is no GPU here. Answers come in any order; one that fails takes the others back."""
-    engine = VllmEngine(student(make_model("qwen3")), VllmSettings(sleep=True))
-    sampler = engine.sampler(SamplingSettings(3))
-    prompts = [Prompt("a", (2, 5)), Prompt("b", (3, 6))]
-    heard: list[int] = []
-    rollouts = sampler.sample(
-        prompts, seed=0, step=1, samples=2, max_tokens=[1, 3], finished=lambda place, rollout: heard.append(place)
-    )
-    assert [rollout.response_ids.tolist() for rollout in rollouts] == [[5], [5], [6, 6, 6], [6, 6, 6]]
-    assert [(rollout.prompt.id, rollout.sample) for rollout in rollouts] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert rollouts[3].rollout_logprobs.tolist() == [-0.5] * 3
-    assert heard == [3, 2, 1, 0]
-    assert engine.llm.asked[-1] == "sleep 2"
-
-    def fail(place: int, rollout: Any) -> None:
-        raise ArithmeticError("the teacher is gone")
-
-    with pytest.raises(ArithmeticError):
-        sampler.sample(prompts, seed=0, step=1, finished=fail)
-    assert engine.llm.asked[-1] == "abort ['0']"
-    assert (sampler.context, sampler.vocab_size) == (64, 21)
-    engine.close()
-
-
-def test_without_vllm_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)  # so that it is missing in its own environment, too
-    with pytest.raises(VllmError, match=r"pip install 'iwopd\[vllm\]'"):
-        VllmEngine(student(make_model("qwen3")), VllmSettings())
 
 
 # --- settings and numbers --------------------------------------------------------------------------------------------

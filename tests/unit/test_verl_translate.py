@@ -36,8 +36,10 @@ WORLD: dict[str, Any] = {"models": {"world": "clean"}, "rollout": {"prompts_per_
 OTHER: dict[str, Any] = {
     "seed": 3,
     "steps": 7,
+    "rank_timeout": 60.0,
     "threads": 2,
     "precision": "bf16",
+    "head_precision": "tf32",
     "models.world": "drift",
     "models.student_size": "large",
     "models.teacher_size": "weak",
@@ -107,6 +109,7 @@ OTHER: dict[str, Any] = {
     "optim.mini_batches": 2,
     "optim.token_budget": 100_000,
     "optim.gradient_checkpointing": True,
+    "optim.shard": True,
     "eval.every": 3,
     "eval.tasks": ["aime24"],
     "eval.prompts": 0,
@@ -345,6 +348,15 @@ DOCS = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="u
 
 def _blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", DOCS, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(("dtype", "gathered"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")])
+def test_trained_weights_have_float32_shards(dtype: str, gathered: str) -> None:
+    config = make_config({**BASE, "models": {**BASE["models"], "dtype": dtype}})
+    given = dict(item.split("=", 1) for item in _overrides(config))
+    assert given["actor_rollout_ref.actor.fsdp_config.model_dtype"] == "fp32"
+    assert given["actor_rollout_ref.ref.fsdp_config.model_dtype"] == gathered
+    assert f"param_dtype:{gathered}" in given["+actor_rollout_ref.actor.fsdp_config.mixed_precision"].replace('"', "")
 
 
 def test_the_documentation_has_the_table() -> None:

@@ -21,6 +21,7 @@ class Optim(Section):
     mini_batches: int = Field(1, ge=1, description="optimizer updates per pass")
     token_budget: Repeat[int] = Field(8192, ge=1, description="padded tokens of one micro-batch")
     gradient_checkpointing: bool = Field(False, description="trade time for memory in the update")
+    shard: Place[bool] = Field(False, description="spread weights, gradients and moments over the processes (FSDP)")
 
 
 class Eval(Section):

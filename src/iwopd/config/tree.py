@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,10 @@ from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
 from iwopd.config.inputs import Data, Lora, Models
 from iwopd.config.method import Method
 from iwopd.config.training import CheckpointSettings, Eval, Optim, Tracking
-from iwopd.section import Place, Repeat, Section
+from iwopd.section import Dtype, Place, Repeat, Section
+
+if TYPE_CHECKING:
+    from iwopd.algo.head import Precision
 
 
 class Config(Section):
@@ -20,7 +23,13 @@ class Config(Section):
     seed: Repeat[int] = Field(0, ge=0, description="of prompt order and sampling noise; equal across methods for paired runs")
     steps: Repeat[int] = Field(40, ge=1, description="optimizer steps (rollout batches)")
     threads: Repeat[int | None] = Field(None, ge=1, description="CPU threads; results are bitwise equal only for equal numbers")
-    precision: Literal["no", "bf16"] = Field("no", description="mixed precision of the student's forward pass (autocast)")
+    precision: Literal["no", "bf16"] = Field(
+        "no", description="mixed precision of the forward passes of the student and its reference (autocast)"
+    )
+    head_precision: Literal["auto", "float32", "tf32", "bf16"] = Field(
+        "auto", description="operands of the output heads' products on a GPU; auto: tf32 where the student runs in bf16"
+    )
+    rank_timeout: Place[float] = Field(7200.0, gt=0, description="seconds that processes wait for each other")
     models: Models = Field(default_factory=Models.model_construct)
     lora: Lora = Lora()
     data: Data = Data()
@@ -33,6 +42,18 @@ class Config(Section):
     teacher: Teacher = Teacher()
     tracking: Place[Tracking] = Tracking()
     cluster: Place[Cluster] = Cluster()  # the launcher refuses what its checkpoints cannot follow
+
+    @property
+    def compute_dtype(self) -> Dtype:
+        """Precision in which the student computes: that of autocast, or of its weights. Engines with a copy of it follow."""
+        return "bfloat16" if self.precision == "bf16" else self.models.dtype
+
+    @property
+    def head_products(self) -> Precision:
+        """The precision that `head_precision` means: that of all heads of a run, so that none makes a gap by itself."""
+        if self.head_precision != "auto":
+            return self.head_precision
+        return "tf32" if self.precision == "bf16" or self.models.dtype != "float32" else "float32"
 
     @model_validator(mode="after")
     def _prompts_exist(self) -> Self:
@@ -68,6 +89,14 @@ class Config(Section):
                     f"method.objective = {name!r} needs whole distributions at the student's tokens, which only one local "
                     f"teacher that sees the student's prompts gives: leave {setting} out, or choose 'policy-gradient'"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_can_be_sharded(self) -> Self:
+        if self.optim.shard and self.lora.quantize != "none":
+            raise ValueError(
+                f"optim.shard cannot spread quantised weights (lora.quantize = {self.lora.quantize!r}): leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
 
 from iwopd import tiny
@@ -20,23 +22,37 @@ from iwopd.data.prompts import DataError, MixedOrder, PromptOrder, load_prompts
 from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
-from iwopd.lm import HeadCheck, Sequences
+from iwopd.lm import HeadCheck, ResponseModel, Sequences
 from iwopd.models import ModelSource, load_tokenizer, stop_ids
 from iwopd.rollout.engine import ENGINES, Engine, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
+from iwopd.rope import fix_rope
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import HasModel, Scorer
+from iwopd.train.attention import flash_refuses
 from iwopd.train.learner import Learner
-from iwopd.train.loading import load_reference, load_student, load_teacher, open_world, reference_source, source_of
-from iwopd.train.ranks import Ranks
-from iwopd.train.teachers import build_teacher, scores_early
+from iwopd.train.loading import (
+    check_trainable,
+    load_reference,
+    load_student,
+    load_teacher,
+    open_world,
+    reference_source,
+    source_of,
+)
+from iwopd.train.ranks import Ranks, launched
+from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
 from iwopd.types import Prompt
 from iwopd.vocabulary import check_same_tokenizer, check_vocabulary
 
 Notify = Callable[[str], None]
 HEAD_TOKENS = 256
-"""On so many tokens heads are compared: [tokens, vocabulary] matrices exist for a moment."""
+"""On so many tokens heads are compared, and the student's modes."""
+TRAINING = 1e-3
+"""Largest difference of log-probs between training and eval mode."""
+TRAINING_HALF = 5e-2
+"""The same in half precision, where the modes may take different kernels."""
 
 
 @dataclass
@@ -71,12 +87,22 @@ class Parts:
     def __exit__(self, *_: object) -> None:
         self.engine.close()
 
+    def before_writing(self) -> None:
+        """Called by all ranks before they write. An engine elsewhere has one copy of the weights for all: it gets them here."""
+        if self.engine.weights == "elsewhere":
+            self.ranks.together(self.engine.update_weights)
+
 
 def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener | None = None) -> Parts:
     """Load or train the models and build everything from them."""
+    for refused in flash_refuses(config):
+        raise ConfigError(f"{refused.message}: {refused.remedy}")
+    check_trainable(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    accelerator = Accelerator(mixed_precision=config.precision)
+    check_teacher_device(config, launched().here)
+    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=config.rank_timeout))
+    accelerator = Accelerator(mixed_precision=config.precision, kwargs_handlers=[patience])
     set_seed(config.seed)
     world = open_world(config, progress)
     tokenizer, student, teacher = _models(config, world, accelerator.device)
@@ -86,24 +112,27 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     if not max_tokens:
         raise ConfigError("rollout.max_tokens is needed when no embedded world says how long answers are")
     tasks = load_tasks(config, world, tokenizer, max_tokens)
+    in_tasks = [len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts]
+    longest = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
     ranks = Ranks()
 
     def scorer(model: Any, **options: Any) -> LocalScorer:
-        return LocalScorer(model, temperature=config.rollout.temperature, vocab_size=vocab_size, **options)
+        fix_rope(model, longest)
+        shared: dict[str, Any] = {"temperature": config.rollout.temperature, "head_precision": config.head_products}
+        return LocalScorer(model, vocab_size=vocab_size, **shared, **options)
 
     def local_teacher(source: str | None) -> LocalScorer:
         return scorer(teacher if source is None else _other_teacher(config, source, tokenizer, accelerator.device))
 
-    student_scorer = scorer(student, autocast=accelerator.autocast, half=config.precision != "no")
+    student_scorer = scorer(student, autocast=accelerator.autocast)
     teacher_scorer = build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher)
-    reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator.device)
+    reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator)
     scorers = {"student": student_scorer, "teacher": teacher_scorer, "reference": reference_scorer}
     heads = check_heads(scorers, order.prompts)
     whole = _whole_distributions(config, teacher_scorer)
-    learner = Learner(student_scorer.lm, config.optim, config.method.made, accelerator, ranks, whole)
+    learner = Learner(student_scorer.lm, config.optim, config.method.made, ranks, whole)
+    check_training_mode(student_scorer.lm, order.prompts)
     # Last, because it may start processes: whatever fails before leaves nothing open.
-    in_tasks = [len(prompt.token_ids) + task.max_tokens for task in tasks for prompt in task.prompts]
-    longest = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
     engine = _open_engine(config, student, tokenizer, longest, ranks)
     stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
 
@@ -148,6 +177,24 @@ def _whole_distributions(config: Config, teacher: Scorer) -> HasModel | None:
 
 def check_heads(scorers: Mapping[str, Scorer | None], prompts: Sequence[Prompt]) -> dict[str, HeadCheck]:
     """Compare the fused head of every model here with its own logits, on a few hundred tokens of real prompts."""
+    sequences = _trial(prompts)
+    local = {name: one for kind, scorer in scorers.items() if scorer for name, one in scorer.local(kind).items()}
+    return {name: one.check_head(sequences, trained=name == "student") for name, one in local.items()}
+
+
+def check_training_mode(student: ResponseModel, prompts: Sequence[Prompt]) -> None:
+    """Refuse a student that is still random in training mode when its dropout is off, on the same tokens."""
+    difference = student.training_difference(_trial(prompts))
+    if not difference <= (TRAINING_HALF if student.half else TRAINING):
+        raise ConfigError(
+            f"the student, a {type(student.model).__name__}, has other log-probs in training mode (by up to {difference:.2g}) "
+            "for the same tokens: something in it is random there, and it is no dropout that could be found and switched off. "
+            "Set the rate of it to 0 in the config.json of models.student, or choose another student"
+        )
+
+
+def _trial(prompts: Sequence[Prompt]) -> Sequences:
+    """A few hundred tokens of real prompts as responses."""
     pieces: list[Tensor] = []
     for prompt in prompts:
         room = HEAD_TOKENS - sum(map(len, pieces))
@@ -155,9 +202,7 @@ def check_heads(scorers: Mapping[str, Scorer | None], prompts: Sequence[Prompt])
             break
         ids = prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2
         pieces.append(torch.tensor(ids[:room]))
-    sequences = Sequences.build([piece[:1] for piece in pieces], [piece[1:] for piece in pieces])
-    local = {name: one for kind, scorer in scorers.items() if scorer for name, one in scorer.local(kind).items()}
-    return {name: one.check_head(sequences, trained=name == "student") for name, one in local.items()}
+    return Sequences.build([piece[:1] for piece in pieces], [piece[1:] for piece in pieces])
 
 
 def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ranks: Ranks) -> Engine:
@@ -165,9 +210,18 @@ def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ran
     if ranks.count > 1 and not ENGINES[name].several_ranks:
         raise ConfigError(
             f"rollout.engine = {name!r} feeds one training process, and there are {ranks.count}: start one, or set "
-            "rollout.engine = 'local'"
+            "rollout.engine = 'local' or 'vllm'"
         )
-    about = Student.of(student, tokenizer, longest=longest, dtype=config.models.dtype, seed=config.seed)
+    about = Student.of(
+        student,
+        tokenizer,
+        longest=longest,
+        dtype=config.models.dtype,
+        computes=config.compute_dtype,
+        seed=config.seed,
+        rank=ranks.rank,
+        ranks=ranks.count,
+    )
     return ENGINES[name](about, config.engine.of(name))
 
 
@@ -202,17 +256,26 @@ def _reference_scorer(
     tokenizer: Any,
     student: Any,
     scorer: Callable[..., LocalScorer],
-    device: torch.device,
+    accelerator: Accelerator,
 ) -> Scorer | None:
-    """Scores under the reference, where the method needs one: a model of its own, or the student without its adapter."""
+    """Scores under the reference, where the method needs one: a model of its own, or the student without its adapter.
+
+    It runs in the student's precision, so that a student that has not moved has the reference's log-probs.
+    """
     if not config.method.made.needs_reference:
         return None
     source = reference_source(config, world)
     if source is None:
-        return scorer(student, autocast=lambda: adapter_off(student))
-    model = load_reference(config, source, device)
+
+        @contextmanager
+        def before_training() -> Iterator[None]:
+            with accelerator.autocast(), adapter_off(student):
+                yield
+
+        return scorer(student, autocast=before_training)
+    model = load_reference(config, source, accelerator.device)
     check_vocabulary("reference", model, tokenizer)
-    return scorer(model)
+    return scorer(model, autocast=accelerator.autocast)
 
 
 def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> PromptOrder | MixedOrder:

@@ -80,10 +80,8 @@ def _full_kl(parts: Parts, rollouts: Sequence[Rollout]) -> list[Tensor] | None:
     with eval_mode(student.model, teacher.model):
         for rollout in rollouts:  # one at a time: only a few are kept
             sequences = Sequences.from_rollouts([rollout])
-            with scorers[0].autocast():
-                hidden = student.token_hidden(sequences.to(student.device))
-            with scorers[1].autocast():
-                teacher_hidden = teacher.token_hidden(sequences.to(teacher.device))
+            hidden = student.token_hidden(sequences.to(student.device))
+            teacher_hidden = teacher.token_hidden(sequences.to(teacher.device))
             kl = algo.token_kl(
                 hidden,
                 weight,
@@ -93,6 +91,7 @@ def _full_kl(parts: Parts, rollouts: Sequence[Rollout]) -> list[Tensor] | None:
                 teacher_bias=None if teacher_bias is None else teacher_bias.to(hidden.device),
                 temperature=student.temperature,
                 vocab_size=student.vocab_size,
+                precision=student.head_precision,
             )
             values.append(kl.cpu())
     return values

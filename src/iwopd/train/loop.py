@@ -58,6 +58,7 @@ def train(
 def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> StepStats:
     """One step: write, score, weigh, update."""
     clock, objective = Clock(), parts.objective
+    parts.before_writing()
     written = write_step(
         parts.order.batch(step),
         parts.sampler,
@@ -85,12 +86,14 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> Ste
 
 
 def save(config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore, state: TrainingState) -> None:
+    """Write a checkpoint. All ranks call it: each may have a part of the optimizer's state."""
+    optimizer = parts.learner.optimizer_state()
     if parts.ranks.is_main:
         store.save(
             state.step,
             model=parts.student,
             tokenizer=parts.tokenizer,
-            optimizer=parts.learner.optimizer,
+            optimizer=optimizer,
             state=asdict(state),
             card=model_card(config, run, state.step),
         )

@@ -17,7 +17,7 @@ from iwopd.train.checkpoint import Checkpoint, CheckpointStore
 from iwopd.train.doctor import Finding, examine_models, examine_recipe, head_findings, refuse
 from iwopd.train.evaluation import keep_best
 from iwopd.train.loop import save, train
-from iwopd.train.ranks import Ranks
+from iwopd.train.ranks import Ranks, lost_contact
 from iwopd.train.state import TrainingState, TrainingStoppedError
 from iwopd.train.tracking import Tracker
 
@@ -50,6 +50,10 @@ def run_training(
         raise TrainingStoppedError(
             f"{error}: a model's log-probs are not numbers, so nothing can be learnt from them", 1
         ) from error
+    except RuntimeError as error:
+        if (lost := lost_contact(error, config.rank_timeout)) is None:
+            raise
+        raise lost from error
     finally:
         Ranks().leave(together=False)
 
@@ -73,8 +77,9 @@ def _train(
             keep_best(store, state.best_step)  # a run killed right after a save may not have come to it
             run.rewind(-1 if checkpoint is None else state.step)
         if state.step < config.steps:
-            found = examine_models(config, parts, run.path, step=state.step + 1) if doctor else head_findings(parts)
+            found = list(examine_models(config, parts, run.path, step=state.step + 1) if doctor else head_findings(parts))
             messages += _examined(found, optional=doctor)
+            tracker.facts = _facts(found, run)
         for message in messages:
             tracker.say(message)
         if resume:
@@ -102,8 +107,16 @@ def _examined(findings: Iterable[Finding], *, optional: bool = True) -> list[str
     return [finding.text() for finding in found if finding.level == "warn"]
 
 
+def _facts(findings: Iterable[Finding], run: RunDirectory) -> dict[str, float]:
+    """What the doctor measured. A resumed run keeps what was measured at its start: its records are those of one run."""
+    first = next(run.read("metrics.jsonl"), {})
+    return {name: first.get(name, number) for finding in findings for name, number in finding.numbers.items()}
+
+
 def _bring_back(checkpoint: Checkpoint, parts: Parts) -> TrainingState:
+    learner = parts.learner
     checkpoint.load_model_weights(parts.student)
-    checkpoint.load_optimizer(parts.learner.optimizer)
+    learner.weights.follow_student()
+    checkpoint.load_optimizer(learner.optimizer, learner.weights.masters)
     checkpoint.restore_rng()
     return TrainingState(**checkpoint.state)

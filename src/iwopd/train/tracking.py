@@ -26,6 +26,8 @@ class Tracker:
         self.console = console or Console(stderr=True)
         self.view = _view(config, self.console) if is_main else None
         names, settings = config.tracking.trackers if is_main else [], dict(flatten(config.model_dump(mode="json")))
+        self.facts: Mapping[str, float] = {}
+        """What was measured before the first step: part of every step's record."""
         self.backends = [open_tracker(name, run.path, config.tracking.project, settings) for name in names]
 
     def step(self, stats: StepStats) -> None:
@@ -38,6 +40,7 @@ class Tracker:
             **{f"time/{name}": round(value, 6) for name, value in stats.seconds.items()},
             "time/step": seconds,
             "throughput/tokens_per_second": tokens / seconds if seconds else 0.0,
+            **self.facts,
             **stats.metrics,
         }
         self.run.append("metrics.jsonl", record)
