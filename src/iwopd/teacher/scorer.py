@@ -9,6 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from iwopd.algo.head import Precision
+from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.lm import HeadCheck, ResponseModel, Sequences
 from iwopd.types import Prompt, Rollout
 
@@ -21,15 +23,42 @@ class HasModel(Protocol):
     def check_head(self, sequences: Sequences, *, trained: bool = False) -> HeadCheck: ...
 
 
+@dataclass(frozen=True, eq=False)
+class OutputMatrix:
+    """What makes distributions of a teacher's hidden states."""
+
+    weight: Tensor
+    """[V, H]."""
+    bias: Tensor | None = None
+    """[V]."""
+    temperature: float = 1.0
+    vocab_size: int | None = None
+    precision: Precision = "float32"
+
+
 class Scorer(ABC):
     """Log-probs of given rollouts. Only `score` must be implemented."""
 
     here: bool = False
     """Whether it computes in this process: two such scorers would only take turns."""
+    gives: frozenset[str] = frozenset()
+    """What it can say of tokens beside their log-probs: the names of `algo.views.Wanted.names`."""
 
     @abstractmethod
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """Log-probs [T] of each rollout's response tokens, in order, at the sampling temperature; -inf where impossible."""
+
+    def look(
+        self, rollouts: Sequence[Rollout], wanted: Wanted = NOTHING, chosen: Sequence[Tensor] | None = None
+    ) -> list[TokenScores]:
+        """Log-probs and all that is wanted of each rollout's response tokens; `chosen` [T, K] are ids per token."""
+        if wanted != NOTHING:
+            raise TypeError(f"{type(self).__name__} gives log-probs only, not {', '.join(sorted(wanted.names))}")
+        return [TokenScores(logprobs) for logprobs in self.score(rollouts)]
+
+    def output_matrix(self) -> OutputMatrix:
+        """The matrix that belongs to the states which `look` gives."""
+        raise TypeError(f"{type(self).__name__} has no output matrix to give")
 
     def local(self, name: str) -> dict[str, HasModel]:
         """The scorers inside it whose model is in this process, by name. Its own name is `name`."""
