@@ -131,8 +131,8 @@ class Bench:
         written = write_step(prompts, self.sampler, scorer, self.ranks, seed=0, step=self.number, score_early=overlap)
         rollouts = written.rollouts
         forward = self.learner.forward(rollouts)
-        old = self.old_scorer.score(rollouts) if forward is None else forward.logprobs
-        self.update(rollouts, old, forward, written.teacher_logprobs(rollouts))
+        old = self.old_scorer.score(rollouts) if forward is None else [one.logprobs for one in forward.scores]
+        self.update(rollouts, old, forward, [one.logprobs for one in written.teacher_scores(rollouts)])
         return time.perf_counter() - start
 
     def update(self, rollouts: list[Any], old: list[Any], forward: Any, scores: list[Any]) -> None:

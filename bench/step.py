@@ -110,7 +110,7 @@ def run_ours(case: dict[str, Any]) -> dict[str, float]:
         start = clock()
         rollouts = sampler.sample(prompts, seed=0, step=step, max_tokens=lengths)
         forward = learner.forward(rollouts)
-        old = old_scorer.score(rollouts) if forward is None else forward.logprobs
+        old = old_scorer.score(rollouts) if forward is None else [one.logprobs for one in forward.scores]
         scores = teacher_scorer.score(rollouts)
         batch = TokenBatch.collate([ScoredRollout(*items) for items in zip(rollouts, old, scores, strict=True)])
         before = clock()

@@ -30,6 +30,7 @@ from iwopd.lm import Sequences
 from iwopd.teacher.local import LocalScorer
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.learner import Learner, Update
+from iwopd.train.micro_batch import Distributions
 from iwopd.train.ranks import Ranks
 from iwopd.train.run import run_training
 from iwopd.train.scoring import evidence_of, loss_columns
@@ -94,7 +95,7 @@ class Training:
         self.objective = make_objective(case.method)
         # A large epsilon: Adam's step is then nearly linear in the gradient, and does not make whole steps of its rounding.
         optim = Optim(**{"shard": True, "lr": 1e-2, "eps": 1e-3, "grad_clip": 0.5, "token_budget": 24, **case.optim})
-        whole = self.teacher if self.objective.needs_teacher_distribution else None
+        whole = Distributions.of(self.teacher) if self.objective.needs_teacher_distribution else None
         self.learner = Learner(self.student.lm, optim, self.objective, ranks, whole)
 
     def update(self, step: int) -> Update:

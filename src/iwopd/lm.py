@@ -23,10 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from iwopd import algo
 from iwopd.algo.head import Precision
 from iwopd.algo.objectives import TokenStates
+from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.devices import upload
 from iwopd.lean_model import LeanModel, has_adapters, lean_obstacle
 from iwopd.modes import eval_mode, train_mode
-from iwopd.own_head import at_temperature, output_states, own_logits, own_logprobs, picked_logprobs, plain_logprobs
+from iwopd.own_head import at_temperature, chunk_rows, output_states, own_logits, own_logprobs, picked_logprobs, plain_logprobs
 from iwopd.packing import enable_packing, packed_inputs
 from iwopd.types import Rollout, TokenBatch
 
@@ -208,6 +209,36 @@ class ResponseModel:
             hidden,
             weight,
             ids,
+            bias=bias,
+            temperature=self.temperature,
+            vocab_size=self.vocab_size,
+            precision=self.head_precision,
+        )
+
+    @torch.no_grad()
+    def scores(self, sequences: Sequences, wanted: Wanted = NOTHING, chosen: Tensor | None = None) -> TokenScores:
+        """Log-probs of the response tokens and what else is wanted of them; `chosen` [N, K] are ids per token."""
+        ids = sequences.response_ids
+        if wanted == NOTHING:
+            return TokenScores(self.logprobs(sequences))
+        if self.fused:
+            return self.head_scores(self.token_hidden(sequences), ids, wanted, chosen).map(lambda values: values.to(ids.device))
+        logits, step = self.own_logits(sequences), chunk_rows(self.model)
+        parts = []
+        for rows in (slice(start, start + step) for start in range(0, len(ids), step)):
+            given = None if chosen is None else chosen[rows]
+            parts.append(algo.scores_of_logits(logits(rows).clone(), ids[rows], wanted, given))
+        return algo.joined_scores(parts)
+
+    def head_scores(self, hidden: Tensor, response_ids: Tensor, wanted: Wanted, chosen: Tensor | None = None) -> TokenScores:
+        """What is wanted of tokens [N], from the hidden states [N, H] that predict them."""
+        weight, bias = self.head
+        return algo.token_scores(
+            hidden.to(weight.device),
+            weight,
+            response_ids.to(weight.device),
+            wanted,
+            chosen=None if chosen is None else chosen.to(weight.device),
             bias=bias,
             temperature=self.temperature,
             vocab_size=self.vocab_size,

@@ -83,11 +83,17 @@ class ScoredRollout:
     """[T] `lp_T`, with -inf already floored (`algo.floor_logprobs`)."""
     reference_logprobs: Tensor | None = None
     """[T] `lp_R`, for ExOPD and the auxiliary KL."""
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further evidence [T, ...] by its name in `algo.evidence.Evidence`."""
+    teacher_states: Tensor | None = None
+    """[T, H] the teacher's hidden states, where the loss compares whole distributions."""
 
     def __post_init__(self) -> None:
         owner = f"ScoredRollout({self.rollout.prompt.id!r})"
         for name in ("old_logprobs", "teacher_logprobs", "reference_logprobs"):
             _check_logprobs(f"{owner}.{name}", getattr(self, name), self.rollout.response_ids.shape)
+        for name, values in self.more.items():
+            _check_rows(f"{owner}.{name}", values, len(self.rollout))
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -113,6 +119,10 @@ class TokenBatch:
     """[N] `lp_rollout`, where another engine generated."""
     reference_logprobs: Tensor | None = None
     """[N] `lp_R`."""
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further evidence [N, ...] by its name in `algo.evidence.Evidence`."""
+    teacher_states: Tensor | None = None
+    """[N, H]."""
 
     def __post_init__(self) -> None:
         for ids, lengths in (("prompt_ids", "prompt_lengths"), ("response_ids", "lengths")):
@@ -125,6 +135,8 @@ class TokenBatch:
             raise ValueError(f"TokenBatch has {len(self.prompt_lengths)} prompts and {len(self.lengths)} responses")
         for name in ("old_logprobs", "teacher_logprobs", "rollout_logprobs", "reference_logprobs"):
             _check_logprobs(f"TokenBatch.{name}", getattr(self, name), self.response_ids.shape)
+        for name, values in self.more.items():
+            _check_rows(f"TokenBatch.{name}", values, len(self.response_ids))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -135,8 +147,10 @@ class TokenBatch:
         return torch.arange(int(self.lengths.max()))[None] < self.lengths[:, None]
 
     def pad(self, values: Tensor) -> Tensor:
-        """[N] of the response tokens as [B, T], 0 outside the mask: for formulas that run along a rollout."""
-        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
+        """[N, ...] of the response tokens as [B, T, ...], 0 outside the mask: for formulas that run along a rollout."""
+        padded = values.new_zeros((*self.mask.shape, *values.shape[1:]))
+        padded[self.mask] = values
+        return padded
 
     def places(self, rows: Sequence[int]) -> Tensor:
         """[n] where the response tokens of these rollouts stand among the N, rollout after rollout."""
@@ -153,6 +167,7 @@ class TokenBatch:
             missing = next(row for row, item in enumerate(rollouts) if item.reference_logprobs is None)
             raise ValueError(f"reference_logprobs are missing from row {missing}, but other rows have them")
         prompts = [item.rollout.prompt.token_ids for item in rollouts]
+        states = [item.teacher_states for item in rollouts if item.teacher_states is not None]
         return cls(
             prompt_ids=torch.tensor([token for ids in prompts for token in ids], dtype=torch.long),
             prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
@@ -162,6 +177,8 @@ class TokenBatch:
             teacher_logprobs=torch.cat([item.teacher_logprobs for item in rollouts]),
             rollout_logprobs=torch.cat([item.rollout.rollout_logprobs for item in rollouts]) if correct_rollouts else None,
             reference_logprobs=torch.cat(reference) if reference else None,
+            more={name: torch.cat([item.more[name] for item in rollouts]) for name in rollouts[0].more},
+            teacher_states=torch.cat(states) if states else None,
         )
 
 
@@ -242,6 +259,11 @@ def _check_logprobs(name: str, values: Tensor | None, shape: torch.Size) -> None
     if values.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{name} must be float32 or float64, got {values.dtype}")
     _refuse(name, values, ~torch.isfinite(values))
+
+
+def _check_rows(name: str, values: Tensor, count: int) -> None:
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} rows for {count} tokens")
 
 
 def _refuse(name: str, values: Tensor, bad: Tensor) -> None:

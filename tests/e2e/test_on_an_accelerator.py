@@ -34,6 +34,7 @@ from iwopd.stages import StageListener
 from iwopd.teacher.local import LocalScorer
 from iwopd.tiny import task
 from iwopd.train.learner import Learner, Update
+from iwopd.train.micro_batch import Distributions
 from iwopd.train.ranks import Ranks
 from iwopd.train.run import run_training
 from iwopd.train.scoring import evidence_of, loss_columns
@@ -199,11 +200,11 @@ def learn(
     student.check_head(Sequences.from_rollouts(items), trained=True)
     teacher = LocalScorer(make_model("llama", seed=5).to(accelerator.device), vocab_size=21)
     settings = Optim(lr=1e-2, eps=1e-2, token_budget=budget, **(optim or {}))
-    whole = teacher if objective.needs_teacher_distribution else None
+    whole = Distributions.of(teacher) if objective.needs_teacher_distribution else None
     learner = Learner(student.lm, settings, objective, Ranks(), whole)
     forward = learner.forward(items) if ahead else None
     assert (forward is not None) == ahead
-    old = student.score(items) if forward is None else forward.logprobs
+    old = student.score(items) if forward is None else [one.logprobs for one in forward.scores]
     scored = zip(items, old, teacher.score(items), teacher.score(items), strict=True)
     batch = TokenBatch.collate([ScoredRollout(*one) for one in scored])
     columns = loss_columns(objective, batch, evidence_of(batch))

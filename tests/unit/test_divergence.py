@@ -14,6 +14,7 @@ from iwopd.config import ConfigError, Optim, make_config
 from iwopd.lm import ResponseModel
 from iwopd.teacher.local import LocalScorer
 from iwopd.train.learner import Learner
+from iwopd.train.micro_batch import Distributions
 from iwopd.train.ranks import Ranks
 from iwopd.train.scoring import evidence_of, loss_columns
 from iwopd.types import Prompt, Rollout, ScoredRollout, TokenBatch
@@ -90,7 +91,7 @@ def gradients(budget: int, *, weights: str = "survival", ahead: bool = False) ->
     objective = make_objective({"objective": "divergence", "weights": weights})
     optim = Optim(lr=1e-9, grad_clip=1e9, token_budget=budget)
     lm = ResponseModel(model, vocab_size=21)
-    learner = Learner(lm, optim, objective, Ranks(), teacher)
+    learner = Learner(lm, optim, objective, Ranks(), Distributions.of(teacher))
     forward = learner.forward(items) if ahead else None
     old = LocalScorer(model, vocab_size=21).score(items)
     batch = TokenBatch.collate([ScoredRollout(*one) for one in zip(items, old, teacher.score(items), strict=True)])
@@ -125,7 +126,6 @@ def test_what_it_says_of_itself() -> None:
         ({"method": {"divergence": "jeffreys"}}, "divergence: Input should be 'reverse-kl' or 'forward-kl'"),
         ({"method": {"clip": 0.2}}, "clip is not used by objective 'divergence': it belongs to objective 'policy-gradient'"),
         ({"teacher": {"urls": ["http://gpu1:8000"]}}, "leave teacher.urls out"),
-        ({"teacher": {"user": "{prompt}"}}, r"leave teacher.system or teacher.user out"),
         ({"teacher": {"others": {"code": {"model": "x"}}}}, "leave teacher.others out"),
     ],
 )

@@ -52,7 +52,7 @@ def updated(
     learner = Learner(lm, Optim(lr=1e-9, grad_clip=1e9, **optim), objective, Ranks())
     forward = learner.forward(items) if ahead else None
     assert (forward is not None) == ahead
-    old = forward.logprobs if forward is not None else LocalScorer(model, vocab_size=21).score(items)
+    old = [one.logprobs for one in forward.scores] if forward is not None else LocalScorer(model, vocab_size=21).score(items)
     teacher = LocalScorer(make_model("llama", seed=5), vocab_size=21).score(items)
     reference = LocalScorer(make_model(kind, seed=6), vocab_size=21).score(items)
     batch = TokenBatch.collate([ScoredRollout(*scored) for scored in zip(items, old, teacher, reference, strict=True)])
@@ -125,7 +125,7 @@ def test_a_pass_is_let_go_of_when_there_is_nothing_to_learn() -> None:
     def step() -> weakref.ref[ForwardPass]:
         forward = learner.forward(items)
         assert forward is not None
-        batch = scored(items, forward.logprobs)
+        batch = scored(items, [one.logprobs for one in forward.scores])
         nothing = {**columns(objective, batch), "supervised": torch.zeros(len(batch.response_ids), dtype=torch.bool)}
         assert learner.update(batch, nothing, seed=0, step=1, forward=forward).updates == 0
         return weakref.ref(forward)

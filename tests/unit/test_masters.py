@@ -20,6 +20,7 @@ from iwopd.teacher.local import LocalScorer
 from iwopd.train.checkpoint import CheckpointError, CheckpointStore
 from iwopd.train.learner import Learner
 from iwopd.train.loading import check_trainable
+from iwopd.train.micro_batch import Distributions
 from iwopd.train.ranks import Ranks
 from iwopd.train.scoring import evidence_of, loss_columns
 from iwopd.types import Prompt, Rollout, ScoredRollout, TokenBatch
@@ -45,7 +46,7 @@ class Training:
         lm = ResponseModel(self.model, vocab_size=21)
         self.objective = make_objective({"objective": "divergence"})
         self.teacher = LocalScorer(make_model("llama", seed=5), vocab_size=21)
-        self.learner = Learner(lm, Optim(token_budget=40, **optim), self.objective, Ranks(), self.teacher)
+        self.learner = Learner(lm, Optim(token_budget=40, **optim), self.objective, Ranks(), Distributions.of(self.teacher))
         self.step = 0
 
     def updates(self, count: int) -> list[float]:

@@ -9,9 +9,10 @@ import torch
 
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import make_objective
+from iwopd.algo.views import Wanted
 from iwopd.teacher.local import LocalScorer
-from iwopd.train.kept import _full_kl
 from iwopd.train.metrics import step_metrics
+from iwopd.train.scoring import pair_kl
 from iwopd.types import Prompt, Rollout
 from models import make_model
 
@@ -31,9 +32,10 @@ def test_kl_of_kept_rollouts_is_that_of_the_models_own_logits(temperature: float
     teacher = make_model("llama", hidden=48, vocab=32, seed=2)  # other sizes, and rows that no id stands for
     student.train()
     options = {"temperature": temperature, "vocab_size": 21}
-    parts = SimpleNamespace(student_scorer=LocalScorer(student, **options), teacher_scorer=LocalScorer(teacher, **options))
-    found = _full_kl(parts, rollouts())
-    assert found is not None
+    scorers = [LocalScorer(model, **options) for model in (student, teacher)]
+    looks = [scorer.look(rollouts(), Wanted(states=True)) for scorer in scorers]
+    matrices = [scorer.output_matrix() for scorer in scorers]
+    found = [pair_kl(ours, matrices[0], theirs, matrices[1]) for ours, theirs in zip(*looks, strict=True)]
     assert student.training
     student.eval()
     for rollout, kl in zip(rollouts(), found, strict=True):
@@ -43,12 +45,6 @@ def test_kl_of_kept_rollouts_is_that_of_the_models_own_logits(temperature: float
         p, q = (values.log_softmax(-1) for values in logits)
         torch.testing.assert_close(kl.double(), (p.exp() * (p - q)).sum(-1), atol=1e-5, rtol=1e-4)
         assert kl.shape == rollout.response_ids.shape
-
-
-def test_kl_is_left_out_where_a_head_is_not_plain() -> None:
-    scorers = [LocalScorer(make_model("qwen3", seed=seed)) for seed in (1, 2)]
-    scorers[1].lm.fused = False
-    assert _full_kl(SimpleNamespace(student_scorer=scorers[0], teacher_scorer=scorers[1]), rollouts()) is None
 
 
 def test_kl_by_position_is_the_signed_gap() -> None:

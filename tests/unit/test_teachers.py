@@ -233,7 +233,7 @@ def test_scores_come_back_in_their_places_and_waiting_rollouts_go_together() -> 
     for place in order:
         scoring.add(place, one_rollout(place))
     scoring.close()
-    assert [int(score) for score in scoring.scores()] == list(range(6))
+    assert [int(score.logprobs) for score in scoring.scores()] == list(range(6))
     assert sorted(name for names in scorer.asked for name in names) == [f"p{n}" for n in range(6)]
     assert len(scorer.asked) < 6  # what came while it was busy went together
 

@@ -12,6 +12,7 @@ from iwopd.algo.fused_loss import fused_policy_loss
 from iwopd.algo.logprobs import LOGPROB_FLOOR, floor_logprobs, token_entropy, token_kl, token_logprobs
 from iwopd.algo.loss import PolicyLoss, PolicyStats, low_variance_kl, policy_loss
 from iwopd.algo.noise import NoiseFloor, mean_difference
+from iwopd.algo.views import TokenScores, Wanted, joined_scores, scores_of_logits, token_scores
 from iwopd.algo.weights import WEIGHT_RULES, WeightRule, supervised_mask, token_weights
 
 __all__ = [
@@ -22,10 +23,13 @@ __all__ = [
     "NonFiniteError",
     "PolicyLoss",
     "PolicyStats",
+    "TokenScores",
+    "Wanted",
     "WeightRule",
     "exopd_advantages",
     "floor_logprobs",
     "fused_policy_loss",
+    "joined_scores",
     "low_variance_kl",
     "mean_difference",
     "opd_advantages",
@@ -34,9 +38,11 @@ __all__ = [
     "projection",
     "rollout_correction",
     "rollout_mismatch",
+    "scores_of_logits",
     "supervised_mask",
     "token_entropy",
     "token_kl",
     "token_logprobs",
+    "token_scores",
     "token_weights",
 ]

@@ -27,8 +27,15 @@ EVIDENCE = {
     "teacher_logprobs": "[B, T] lp_T, of the teacher",
     "reference_logprobs": "[B, T] lp_R, of the reference model",
     "progress": "share of training done, in [0, 1]",
+    "student_entropy": "[B, T] entropy of the old policy's next-token distribution, in nats",
+    "teacher_entropy": "[B, T] entropy of the teacher's, in nats",
+    "kl": "[B, T] KL(student || teacher) of the old policy over the full vocabulary",
+    "top_overlap": "[B, T] share of the k likeliest ids that student and teacher have in common; k: a parameter of the rule",
+    "correct": "[B, T] the rollout's reward in [0, 1] on each of its tokens; NaN where its checker gave no verdict",
 }
 """Everything that a formula can ask for."""
+SUPPORT = "support"
+"""An objective can also ask for the teacher's log-probs of the ids of a support, and of the rest."""
 WEIGHTS = "weights"
 """An advantage can also ask for the token weights: it then applies them itself."""
 TEACHER_DISTRIBUTION = "teacher_distribution"
@@ -47,6 +54,19 @@ class Evidence:
     progress: float | None = None
     rollout_logprobs: Tensor | None = None
     """The generating engine's own, where they are not the trainer's: for the rollout correction only."""
+    student_entropy: Tensor | None = None
+    teacher_entropy: Tensor | None = None
+    kl: Tensor | None = None
+    top_overlap: Tensor | None = None
+    correct: Tensor | None = None
+    reward_advantages: Tensor | None = None
+    """What a task reward adds to the weighted advantage, its coefficient applied."""
+    support_ids: Tensor | None = None
+    """[B, T, K] int64 ids over which distributions are compared; `views.NO_ID` in empty places."""
+    support_logprobs: Tensor | None = None
+    """[B, T, K] the teacher's."""
+    support_rest: Tensor | None = None
+    """[B, T] the teacher's log-prob of everything else."""
 
     @cached_property
     def gap(self) -> Tensor:
@@ -58,7 +78,7 @@ class Evidence:
         found = {name: getattr(self, name) for name in names if name != WEIGHTS}
         for name, value in found.items():
             if value is None:
-                raise ValueError(f"{who} needs {name}: {EVIDENCE[name]}")
+                raise ValueError(f"{who} needs {name}: {EVIDENCE.get(name, 'what a support holds')}")
         return found
 
 
@@ -156,6 +176,6 @@ def prepare(needed: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"progress must lie in [0, 1], got {values}")
             ready[name] = float(values)
         elif name != "mask":
-            check_tokens(name, values, mask)
+            check_tokens(name, values, mask & ~torch.isnan(values) if name == "correct" else mask)
             ready[name] = wide(keep(values.detach(), mask))
     return ready

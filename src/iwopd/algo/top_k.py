@@ -29,8 +29,12 @@ def top_k_overlap(logits: Tensor, teacher_logits: Tensor, k: int) -> TopKOverlap
         raise ValueError(f"k must lie in 1..{logits.shape[-1]}, the size of the vocabulary, got {k}")
     ours, theirs = logits.topk(k, -1).indices, teacher_logits.topk(k, -1).indices  # [..., k], likeliest first
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    both = (ours[..., :, None] == theirs[..., None, :]).any(-1)
-    return TopKOverlap(both.to(dtype).mean(-1), (ours[..., 0] == theirs[..., 0]).to(dtype))
+    return TopKOverlap(shared_ids(ours, theirs, dtype), (ours[..., 0] == theirs[..., 0]).to(dtype))
+
+
+def shared_ids(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`|ours & theirs| / k` [...] of two sets of k ids [..., k]."""
+    return (ours[..., :, None] == theirs[..., None, :]).any(-1).to(dtype).mean(-1)
 
 
 @torch.no_grad()

@@ -159,11 +159,11 @@ def token_scores(
     for chunk in row_chunks(head, hidden, spare=int(wanted.entropy)):
         given = None if chosen is None else chosen[chunk.rows]
         parts.append(scores_of_logits(chunk.logits, ids[chunk.rows], wanted, given, *chunk.spare))
-    found = joined(parts) if parts else _none(hidden, wanted, head.dtype, chosen)
+    found = joined_scores(parts) if parts else _none(hidden, wanted, head.dtype, chosen)
     return replace(found, states=hidden) if wanted.states else found
 
 
-def joined(parts: Sequence[TokenScores]) -> TokenScores:
+def joined_scores(parts: Sequence[TokenScores]) -> TokenScores:
     """Scores of several sets of tokens, one after the other. All have the same fields."""
     names = [one.name for one in fields(TokenScores) if getattr(parts[0], one.name) is not None]
     return TokenScores(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})

@@ -75,20 +75,19 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _teacher_can_do_it(self) -> Self:
-        if not self.method.made.needs_teacher_distribution:
-            return self
-        teacher, name = self.teacher, self.method.objective
-        found = {
-            "teacher.urls": teacher.urls,
-            "teacher.others": teacher.others,
-            "teacher.system or teacher.user": teacher.system or teacher.user,
-        }
-        for setting, value in found.items():
-            if value:
+        made = self.method.made
+        wanted = made.asks.teacher
+        for source in (self.teacher, *self.teacher.others.values()):
+            if source.urls and (missing := wanted.names - frozenset()):
                 raise ValueError(
-                    f"method.objective = {name!r} needs whole distributions at the student's tokens, which only one local "
-                    f"teacher that sees the student's prompts gives: leave {setting} out, or choose 'policy-gradient'"
+                    f"the method ({made.who}) needs {', '.join(sorted(missing))} of the teacher, which the servers of "
+                    "teacher.urls do not give: leave teacher.urls out, or choose objective 'policy-gradient'"
                 )
+        if wanted.states and self.teacher.others:
+            raise ValueError(
+                f"the method ({made.who}) needs the teacher's whole distributions, and several teachers have several output "
+                "matrices: leave teacher.others out, or compare distributions over likely ids only (method.support = 'top-k')"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from iwopd.algo.head import Precision
+from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.lm import Context, HeadCheck, ResponseModel, Sequences
 from iwopd.modes import eval_mode
-from iwopd.teacher.scorer import HasModel, Scorer, ScoringPath
+from iwopd.teacher.scorer import HasModel, OutputMatrix, Scorer, ScoringPath
 from iwopd.types import Rollout
 
 TOKEN_BUDGET_CPU = 640
@@ -45,17 +46,31 @@ class LocalScorer(Scorer):
         self.token_budget = default if token_budget is None else token_budget
         self.half = self.lm.half
 
-    @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        return [one.logprobs for one in self.look(rollouts)]
+
+    @property
+    def gives(self) -> frozenset[str]:  # type: ignore[override]
+        """Hidden states only if its logits come from the output matrix."""
+        return frozenset({"entropy", "top-k", "chosen", *(["states"] if self.lm.fused else [])})
+
+    @torch.no_grad()
+    def look(
+        self, rollouts: Sequence[Rollout], wanted: Wanted = NOTHING, chosen: Sequence[Tensor] | None = None
+    ) -> list[TokenScores]:
         lengths = [len(rollout.prompt.token_ids) + len(rollout) for rollout in rollouts]
-        scores: list[Tensor] = [torch.empty(0)] * len(rollouts)
+        scores: dict[int, TokenScores] = {}
         with eval_mode(self.lm.model):
             for rows in self.lm.micro_batches(lengths, self.token_budget):
                 sequences = Sequences.from_rollouts([rollouts[row] for row in rows]).to(self.lm.device)
-                values = self.lm.logprobs(sequences).cpu()
-                for row, logprobs in zip(rows, sequences.split(values), strict=True):
-                    scores[row] = logprobs
-        return scores
+                ids = None if chosen is None else torch.cat([chosen[row] for row in rows]).to(self.lm.device)
+                found = self.lm.scores(sequences, wanted, ids).cpu()
+                scores.update(zip(rows, found.split(sequences.answers.tolist()), strict=True))
+        return [scores[row] for row in range(len(rollouts))]
+
+    def output_matrix(self) -> OutputMatrix:
+        weight, bias = self.lm.head
+        return OutputMatrix(weight.detach(), bias, self.lm.temperature, self.lm.vocab_size, self.lm.head_precision)
 
     def check_head(self, sequences: Sequences, *, trained: bool = False) -> HeadCheck:
         """Compare the fused head with the model's own logits; `trained`: also on the path that carries gradients."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from iwopd import tiny
 from iwopd.adapters import adapter_off
 from iwopd.algo.objectives import Objective
+from iwopd.algo.views import Wanted
 from iwopd.config import Config, ConfigError
 from iwopd.data.prompts import DataError, MixedOrder, PromptOrder, load_prompts
 from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
@@ -29,7 +30,7 @@ from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rope import fix_rope
 from iwopd.teacher.local import LocalScorer
-from iwopd.teacher.scorer import HasModel, Scorer
+from iwopd.teacher.scorer import Scorer
 from iwopd.train.attention import flash_refuses
 from iwopd.train.learner import Learner
 from iwopd.train.loading import (
@@ -41,6 +42,7 @@ from iwopd.train.loading import (
     reference_source,
     source_of,
 )
+from iwopd.train.micro_batch import Distributions
 from iwopd.train.ranks import Ranks, launched
 from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
 from iwopd.types import Prompt
@@ -49,6 +51,8 @@ from iwopd.vocabulary import check_same_tokenizer, check_vocabulary
 Notify = Callable[[str], None]
 HEAD_TOKENS = 256
 """On so many tokens heads are compared, and the student's modes."""
+KEPT_STATES = 2**31
+"""Bytes of the teacher's hidden states that a step may keep in main memory; beyond, the teacher reads its batch twice."""
 TRAINING = 1e-3
 """Largest difference of log-probs between training and eval mode."""
 TRAINING_HALF = 5e-2
@@ -80,6 +84,8 @@ class Parts:
     """Most tokens of a rollout."""
     score_early: bool
     """The teacher scores finished answers while others are being written."""
+    teacher_wanted: Wanted
+    """What it is asked for beside log-probs."""
 
     def __enter__(self) -> Parts:
         return self
@@ -129,8 +135,11 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator)
     scorers = {"student": student_scorer, "teacher": teacher_scorer, "reference": reference_scorer}
     heads = check_heads(scorers, order.prompts)
+    objective = config.method.made
     whole = _whole_distributions(config, teacher_scorer)
-    learner = Learner(student_scorer.lm, config.optim, config.method.made, ranks, whole)
+    states = config.rollout.prompts_per_step * config.rollout.samples * max_tokens * state_bytes(whole)
+    wanted = replace(objective.asks.teacher, states=_keeps_states(objective, whole, states, ranks))
+    learner = Learner(student_scorer.lm, config.optim, objective, ranks, whole)
     check_training_mode(student_scorer.lm, order.prompts)
     # Last, because it may start processes: whatever fails before leaves nothing open.
     engine = _open_engine(config, student, tokenizer, longest, ranks)
@@ -156,23 +165,37 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
             ranks=ranks,
             engine=engine,
             max_response=max_tokens,
-            score_early=scores_early(config),
+            score_early=scores_early(config) and not objective.asks.student_first,
+            teacher_wanted=wanted,
         )
     except BaseException:
         engine.close()
         raise
 
 
-def _whole_distributions(config: Config, teacher: Scorer) -> HasModel | None:
-    """The teacher's model, if the objective needs its whole distributions; refuses one whose logits are not its matrix's."""
-    if not config.method.made.needs_teacher_distribution:
+def _whole_distributions(config: Config, teacher: Scorer) -> Distributions | None:
+    """The teacher's output matrix, if the method needs whole distributions; refuses one whose logits are not its matrix's."""
+    if not config.method.made.asks.teacher.states:
         return None
-    if (found := teacher.whole_distribution) is None:
+    if "states" not in teacher.gives:
         raise ConfigError(
-            f"method.objective = {config.method.objective!r} needs the teacher's output matrix, but its logits are not those "
-            "of the matrix (a soft cap or a scale): choose another teacher, or objective 'policy-gradient'"
+            f"the method ({config.method.made.who}) needs the teacher's output matrix, but its logits are not those of the "
+            "matrix (a soft cap or a scale): choose another teacher, or objective 'policy-gradient' with advantage 'opd'"
         )
-    return found
+    return Distributions(teacher.output_matrix(), teacher.whole_distribution)
+
+
+def state_bytes(whole: Distributions | None) -> int:
+    """Of one token's hidden state as it is kept."""
+    return 0 if whole is None else whole.matrix.weight.shape[1] * whole.matrix.weight.element_size()
+
+
+def _keeps_states(objective: Objective, whole: Distributions | None, most: int, ranks: Ranks) -> bool:
+    """Whether the teacher's states are kept from its scores to the loss, up to `most` bytes; else it reads the batch twice."""
+    if whole is None:
+        return False
+    needed_now = "kl" in objective.needs or whole.model is None  # nobody could compute them again
+    return needed_now or (ranks.count == 1 and most <= KEPT_STATES)
 
 
 def check_heads(scorers: Mapping[str, Scorer | None], prompts: Sequence[Prompt]) -> dict[str, HeadCheck]:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from iwopd.algo.objectives import LossStats, Objective
+from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.config import Optim
 from iwopd.devices import upload
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.modes import switch_off_dropout
-from iwopd.teacher.scorer import HasModel
 from iwopd.train.checkpoint_optimizer import OptimizerState
-from iwopd.train.micro_batch import Columns, MicroBatchLoss, no_tokens
+from iwopd.train.micro_batch import Columns, Distributions, MicroBatchLoss, no_tokens
 from iwopd.train.ranks import Ranks
 from iwopd.train.sharding import ShardedWeights
 from iwopd.train.weights import Weights
@@ -48,8 +48,8 @@ class Update:
 class ForwardPass:
     """The forward pass of the coming update, which gives the old log-probs and waits for its backward pass."""
 
-    logprobs: list[Tensor]
-    """[T] of each rollout."""
+    scores: list[TokenScores]
+    """[T] of each rollout: its old log-probs, and what else was wanted."""
     hidden: Tensor
     """[N, H] with its graph."""
 
@@ -71,7 +71,7 @@ class Learner:
         optim: Optim,
         objective: Objective,
         ranks: Ranks,
-        teacher: HasModel | None = None,
+        teacher: Distributions | None = None,
     ) -> None:
         """`teacher` is there for objectives that need its whole distributions."""
         switch_off_dropout(lm.model)
@@ -86,7 +86,7 @@ class Learner:
             self.weights.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
         )
 
-    def forward(self, rollouts: Sequence[Rollout]) -> ForwardPass | None:
+    def forward(self, rollouts: Sequence[Rollout], wanted: Wanted = NOTHING) -> ForwardPass | None:
         """The forward pass of the coming update, if it can run before the signal; then nobody else need score the rollouts.
 
         None if the step has several updates (it would not be the old policy's) or micro-batches (it would cost more memory).
@@ -100,10 +100,10 @@ class Learner:
         sequences = Sequences.from_rollouts([rollouts[row] for row in groups[0]]).to(self.lm.device)
         hidden = self.lm.token_hidden(sequences)
         with torch.no_grad():
-            values = self.lm.head_logprobs(hidden, sequences.response_ids).cpu()
-        if not values.isfinite().all():
+            found = self.lm.head_scores(hidden.detach(), sequences.response_ids, wanted).cpu()
+        if not found.logprobs.isfinite().all():
             return None  # the scorer will find it too, and its errors name the rollout
-        parts = dict(zip(groups[0], sequences.split(values), strict=True))
+        parts = dict(zip(groups[0], found.split(sequences.answers.tolist()), strict=True))
         return ForwardPass([parts[row] for row in range(len(rollouts))], hidden)
 
     def update(

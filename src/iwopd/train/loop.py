@@ -68,6 +68,7 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> Ste
         step=step,
         samples=config.rollout.samples,
         score_early=parts.score_early,
+        wanted=parts.teacher_wanted,
     )
     clock.lap("rollout")
     scored = score_step(config, parts, written, step)

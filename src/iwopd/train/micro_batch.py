@@ -7,6 +7,7 @@ still works on the output matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,45 @@ from iwopd import algo
 from iwopd.algo.objectives import LossStats, Objective, ObjectiveLoss, TokenStates
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.modes import eval_mode
-from iwopd.teacher.scorer import HasModel
+from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.scorer import HasModel, OutputMatrix
 
 Columns = Mapping[str, Tensor]
+STATES = "teacher_states"
+"""Name of the column [N, H] with the teacher's hidden states, where they were kept since it scored."""
+
+
+@dataclass(frozen=True, eq=False)
+class Distributions:
+    """The teacher's whole distributions: its output matrix, and who computes hidden states that were not kept."""
+
+    matrix: OutputMatrix
+    model: HasModel | None = None
+
+    @classmethod
+    def of(cls, scorer: LocalScorer) -> Distributions:
+        return cls(scorer.output_matrix(), scorer)
+
+    @torch.no_grad()
+    def states(self, sequences: Sequences, kept: Tensor | None) -> TokenStates:
+        """Of the response tokens, on the device of `sequences`."""
+        device = sequences.response_ids.device
+        if kept is None:
+            if self.model is None:
+                raise ValueError("the teacher's hidden states were not kept, and its model is not here to compute them again")
+            lm = self.model.lm
+            with eval_mode(lm.model):
+                kept = lm.token_hidden(sequences.to(lm.device))
+        matrix = self.matrix
+        return TokenStates(
+            kept, sequences.response_ids, matrix.weight, matrix.bias, matrix.temperature, matrix.vocab_size, matrix.precision
+        ).to(device)
 
 
 class MicroBatchLoss(nn.Module):
     """Executes an objective and does not know which."""
 
-    def __init__(self, lm: ResponseModel, objective: Objective, teacher: HasModel | None = None) -> None:
+    def __init__(self, lm: ResponseModel, objective: Objective, teacher: Distributions | None = None) -> None:
         """`teacher` is there for objectives that need its whole distributions."""
         super().__init__()
         self.model = lm.model  # a part of this module; the teacher is none
@@ -37,8 +68,12 @@ class MicroBatchLoss(nn.Module):
         Log-probs that are not numbers give no statistics and the loss of no tokens, 0: its backward pass works, and with
         sharded weights the other processes wait for it.
         """
+        kept = columns.get(STATES)
+        columns = {name: values for name, values in columns.items() if name != STATES}
         compute = (
-            self._from_states(sequences, denominator, hidden) if self.lm.fused else self._from_logprobs(sequences, denominator)
+            self._from_states(sequences, denominator, hidden, kept)
+            if self.lm.fused
+            else self._from_logprobs(sequences, denominator)
         )
         try:
             out = compute(columns)
@@ -46,26 +81,18 @@ class MicroBatchLoss(nn.Module):
             return compute(no_tokens(columns)).loss, None
         return out.loss, out.stats
 
-    def _from_states(self, sequences: Sequences, denominator: int, hidden: Tensor | None) -> Callable[[Columns], ObjectiveLoss]:
+    def _from_states(
+        self, sequences: Sequences, denominator: int, hidden: Tensor | None, kept: Tensor | None
+    ) -> Callable[[Columns], ObjectiveLoss]:
         if hidden is None:
             hidden = self.lm.token_hidden(sequences)
         student = self.lm.token_states(hidden, sequences.response_ids)
-        teacher = self._teacher_states(sequences)
+        teacher = None if self.teacher is None else self.teacher.states(sequences, kept)
         return lambda columns: self.objective.loss(student, columns, denominator, teacher)
 
     def _from_logprobs(self, sequences: Sequences, denominator: int) -> Callable[[Columns], ObjectiveLoss]:
         logprobs = self.lm.logprobs(sequences)
         return lambda columns: self.objective.logprobs_loss(logprobs, columns, denominator)
-
-    @torch.no_grad()
-    def _teacher_states(self, sequences: Sequences) -> TokenStates | None:
-        """The teacher's hidden states and output matrix, on the student's device; None where the objective does not ask."""
-        if self.teacher is None:
-            return None
-        lm = self.teacher.lm
-        with eval_mode(lm.model):
-            hidden = lm.token_hidden(sequences.to(lm.device))
-        return lm.token_states(hidden, sequences.response_ids).to(self.lm.device)
 
 
 def no_tokens(columns: Columns) -> Columns:

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
+from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.background import in_background
 from iwopd.rollout.sampler import Sampler
 from iwopd.teacher.scorer import Scorer
@@ -22,8 +23,8 @@ from iwopd.types import Prompt, Rollout
 class Scoring:
     """A teacher at work beside the main thread: it takes all rollouts that wait, scores them, and looks again."""
 
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+    def __init__(self, scorer: Scorer, wanted: Wanted = NOTHING) -> None:
+        self._scorer, self._wanted = scorer, wanted
         self._waiting: SimpleQueue[tuple[int, Rollout] | None] = SimpleQueue()
         self._scores = in_background(self._work)
 
@@ -37,13 +38,13 @@ class Scoring:
         """No more will come."""
         self._waiting.put(None)
 
-    def scores(self) -> list[Tensor]:
-        """Log-probs [T] of all rollouts in the order of their places; waits for them."""
+    def scores(self) -> list[TokenScores]:
+        """Of all rollouts in the order of their places; waits for them."""
         scores = self._scores.result()
         return [scores[place] for place in sorted(scores)]
 
-    def _work(self) -> dict[int, Tensor]:
-        scores: dict[int, Tensor] = {}
+    def _work(self) -> dict[int, TokenScores]:
+        scores: dict[int, TokenScores] = {}
         taken: list[tuple[int, Rollout] | None] = []
         while None not in taken:
             taken = [self._waiting.get()]
@@ -51,7 +52,7 @@ class Scoring:
                 taken.append(self._waiting.get())
             items = dict(item for item in taken if item is not None)
             if items:
-                scores.update(zip(items, self._scorer.score(list(items.values())), strict=True))
+                scores.update(zip(items, self._scorer.look(list(items.values()), self._wanted), strict=True))
         return scores
 
 
@@ -67,16 +68,37 @@ class Written:
     """Of this rank's rollouts; None: nothing was begun."""
     _samples: int
     """Rollouts per prompt."""
+    _wanted: Wanted
+    """What the teacher is asked for."""
 
-    def teacher_logprobs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        """Log-probs [T] of some of the step's rollouts. Called by all ranks together; waits for the teacher."""
+    def teacher_scores(self, rollouts: Sequence[Rollout], chosen: Sequence[Tensor] | None = None) -> list[TokenScores]:
+        """Of some of the step's rollouts; `chosen` [T, K] are ids per token that the teacher is asked about.
+
+        Called by all ranks together; waits for the teacher.
+        """
         scoring = self._scoring
         if scoring is None:  # no overlap: only what is asked for is scored
-            return self._ranks.share(rollouts, self._scorer.score)
+            return look(self._scorer, self._ranks, rollouts, self._wanted, chosen)
         prompts = range(len(self.rollouts) // self._samples)
         scores = self._ranks.share(prompts, lambda _: scoring.scores())
         by_rollout = {id(rollout): score for rollout, score in zip(self.rollouts, scores, strict=True)}
         return [by_rollout[id(rollout)] for rollout in rollouts]
+
+
+def look(
+    scorer: Scorer,
+    ranks: Ranks,
+    rollouts: Sequence[Rollout],
+    wanted: Wanted = NOTHING,
+    chosen: Sequence[Tensor] | None = None,
+) -> list[TokenScores]:
+    """`scorer.look` of all rollouts, each rank doing its share."""
+
+    def work(places: Sequence[int]) -> list[TokenScores]:
+        ids = None if chosen is None else [chosen[place] for place in places]
+        return scorer.look([rollouts[place] for place in places], wanted, ids)
+
+    return ranks.share(range(len(rollouts)), work)
 
 
 def write_step(
@@ -89,9 +111,13 @@ def write_step(
     step: int,
     samples: int = 1,
     score_early: bool = False,
+    wanted: Wanted = NOTHING,
 ) -> Written:
-    """Rollouts of all prompts, each rank writing its share; with `score_early` the teacher begins while others are written."""
-    scoring = Scoring(scorer) if score_early else None
+    """Rollouts of all prompts, each rank writing its share; with `score_early` the teacher begins while others are written.
+
+    `wanted` is what the teacher is asked for beside log-probs.
+    """
+    scoring = Scoring(scorer, wanted) if score_early else None
 
     def work(mine: Sequence[Prompt]) -> list[Rollout]:
         listener = None if scoring is None else scoring.add
@@ -101,4 +127,4 @@ def write_step(
             if scoring is not None:
                 scoring.close()
 
-    return Written(ranks.share(prompts, work), scorer, ranks, scoring, samples)
+    return Written(ranks.share(prompts, work), scorer, ranks, scoring, samples, wanted)

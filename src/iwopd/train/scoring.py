@@ -11,10 +11,13 @@ from torch import Tensor
 from iwopd import algo
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import Objective, TrainingSignal
+from iwopd.algo.views import TokenScores
 from iwopd.config import Config
+from iwopd.teacher.scorer import OutputMatrix
 from iwopd.train.assembly import Parts
 from iwopd.train.learner import ForwardPass
-from iwopd.train.pipeline import Written
+from iwopd.train.micro_batch import STATES
+from iwopd.train.pipeline import Written, look
 from iwopd.train.state import TrainingStoppedError
 from iwopd.types import Rollout, ScoredRollout, TokenBatch
 
@@ -35,23 +38,52 @@ class ScoredStep:
 def score_step(config: Config, parts: Parts, written: Written, step: int) -> ScoredStep:
     """Score what the student wrote. The teacher may still be at work when this begins."""
     kept = _kept(config, written.rollouts)
-    forward = parts.learner.forward(kept)
-    old = parts.ranks.share(kept, parts.student_scorer.score) if forward is None else forward.logprobs
-    reference = parts.ranks.share(kept, parts.reference_scorer.score) if parts.reference_scorer else [None] * len(kept)
-    scored, count = [], 0
-    for rollout, lp_0, lp_r, lp_t in zip(kept, old, reference, written.teacher_logprobs(kept), strict=True):
-        everywhere = torch.ones(len(rollout), dtype=torch.bool)
-        floored = algo.floor_logprobs(lp_t, everywhere)
-        if lp_r is not None:
-            lp_r = algo.floor_logprobs(lp_r, everywhere, name="reference_logprobs").logprobs
-        scored.append(ScoredRollout(rollout, lp_0, floored.logprobs, lp_r))
-        count += floored.floored
+    asked = parts.objective.asks
+    forward = parts.learner.forward(kept, asked.student)
+    old = look(parts.student_scorer, parts.ranks, kept, asked.student) if forward is None else forward.scores
+    reference = parts.ranks.share(kept, parts.reference_scorer.score) if parts.reference_scorer else None
+    teacher = written.teacher_scores(kept, chosen_ids(parts, old))
+    scored = scored_rollouts(parts, kept, old, teacher, reference)
+    count = sum(int(torch.isneginf(scores.logprobs).sum()) for scores in teacher)
     batch = TokenBatch.collate(scored, correct_rollouts=not parts.engine.exact)
     mask = batch.mask
     if config.rollout.truncated == "mask":
         mask = mask & torch.tensor([rollout.stop_reason == "eos" for rollout in kept])[:, None]
     evidence = evidence_of(batch, mask=mask, progress=training_progress(step, config.steps))
     return ScoredStep(batch, evidence, forward, count)
+
+
+def chosen_ids(parts: Parts, student: Sequence[TokenScores]) -> list[Tensor] | None:
+    """The ids [T, K] of each rollout that the teacher is asked about: those that the student finds likeliest."""
+    if not parts.objective.asks.student_first:
+        return None
+    found = [scores.top_ids for scores in student if scores.top_ids is not None]
+    if len(found) < len(student):
+        raise ValueError("the teacher is to be asked for the student's likeliest ids, but they are not known")
+    return found
+
+
+def scored_rollouts(
+    parts: Parts,
+    rollouts: Sequence[Rollout],
+    student: Sequence[TokenScores],
+    teacher: Sequence[TokenScores],
+    reference: Sequence[Tensor] | None,
+) -> list[ScoredRollout]:
+    """Rollouts with all that the objective needs to know of them; -inf of teacher and reference floored."""
+    objective, found = parts.objective, []
+    for row, (rollout, ours, theirs) in enumerate(zip(rollouts, student, teacher, strict=True)):
+        everywhere = torch.ones(len(rollout), dtype=torch.bool)
+        lp_r = None
+        if reference is not None:
+            lp_r = algo.floor_logprobs(reference[row], everywhere, name="reference_logprobs").logprobs
+        lp_t = algo.floor_logprobs(theirs.logprobs, everywhere).logprobs
+        more = objective.further_evidence(ours, theirs)
+        if "kl" in objective.needs:
+            more["kl"] = pair_kl(ours, parts.student_scorer.output_matrix(), theirs, parts.teacher_scorer.output_matrix())
+        states = theirs.states if objective.needs_teacher_distribution else None
+        found.append(ScoredRollout(rollout, ours.logprobs, lp_t, lp_r, more, states))
+    return found
 
 
 def evidence_of(batch: TokenBatch, *, mask: Tensor | None = None, progress: float | None = None) -> Evidence:
@@ -67,6 +99,7 @@ def evidence_of(batch: TokenBatch, *, mask: Tensor | None = None, progress: floa
         reference_logprobs=padded(batch.reference_logprobs),
         progress=progress,
         rollout_logprobs=padded(batch.rollout_logprobs),
+        **{name: batch.pad(values) for name, values in batch.more.items()},
     )
 
 
@@ -75,7 +108,27 @@ def loss_columns(
 ) -> dict[str, Tensor]:
     """What the objective's loss needs of each of the batch's tokens, [N]."""
     columns = objective.columns(evidence, signal or objective.signal(evidence))
-    return {name: values[batch.mask] for name, values in columns.items()}
+    states = {} if batch.teacher_states is None else {STATES: batch.teacher_states}
+    return {name: values[batch.mask] for name, values in columns.items()} | states
+
+
+@torch.no_grad()
+def pair_kl(student: TokenScores, matrix: OutputMatrix, teacher: TokenScores, teacher_matrix: OutputMatrix) -> Tensor:
+    """KL(student || teacher) [T] over the full vocabulary, from the hidden states of both."""
+    if student.states is None or teacher.states is None:
+        raise ValueError("the KL of whole distributions needs the hidden states of both models")
+    device, theirs = matrix.weight.device, teacher_matrix
+    return algo.token_kl(
+        student.states.to(device),
+        matrix.weight,
+        teacher.states.to(device),
+        theirs.weight.to(device),
+        bias=matrix.bias,
+        teacher_bias=None if theirs.bias is None else theirs.bias.to(device),
+        temperature=matrix.temperature,
+        vocab_size=matrix.vocab_size,
+        precision=matrix.precision,
+    ).cpu()
 
 
 def _kept(config: Config, rollouts: Sequence[Rollout]) -> list[Rollout]:

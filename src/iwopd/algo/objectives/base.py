@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from iwopd.algo._checks import on_cpu
+from iwopd.algo.asking import Asked, Support, asked_for, further_evidence
 from iwopd.algo.evidence import TEACHER_DISTRIBUTION, Evidence
 from iwopd.algo.head import Precision
+from iwopd.algo.views import NO_ID, TokenScores
 from iwopd.algo.weights import WEIGHT_RULES, WeightRule, rule_weights, supervised_mask
 
 
@@ -158,6 +160,30 @@ class Objective(ABC):
         return frozenset(self.rule.needs) | {"mask", "gap", "old_logprobs", "teacher_logprobs"}
 
     @property
+    def who(self) -> str:
+        """What messages call it, with the formulas that it is made of."""
+        return f"objective {self.name!r}, weights {self.weights!r}"
+
+    @property
+    def support(self) -> Support | None:
+        """Over which ids its loss compares distributions; None: over all, or not at all."""
+        return None
+
+    @property
+    def overlap_k(self) -> int:
+        """How many of the likeliest ids `top_overlap` looks at: the rule's parameter `k`."""
+        return int({**self.rule.params, **self.params}.get("k", 0))
+
+    @property
+    def asks(self) -> Asked:
+        """What student and teacher must say of every token, so that the evidence can be made."""
+        return asked_for(self.needs, overlap_k=self.overlap_k, support=self.support, states=self.needs_teacher_distribution)
+
+    def further_evidence(self, student: TokenScores, teacher: TokenScores) -> dict[str, Tensor]:
+        """Evidence of one rollout [T, ...] by name, of what both said of its tokens."""
+        return further_evidence(self.needs, student, teacher, overlap_k=self.overlap_k, support=self.support)
+
+    @property
     def needs_reference(self) -> bool:
         return "reference_logprobs" in self.needs
 
@@ -238,5 +264,9 @@ class Objective(ABC):
     def check(self) -> None:
         """Refuse wrong values now, on two tokens, and not after the first rollouts."""
         nothing = torch.zeros(1, 2)
-        evidence = Evidence(nothing, nothing, nothing == 0, nothing, 0.0)
+        ids = torch.full((1, 2, 1), NO_ID)
+        more = dict.fromkeys(("student_entropy", "teacher_entropy", "kl", "top_overlap", "correct", "support_rest"), nothing)
+        evidence = Evidence(
+            nothing, nothing, nothing == 0, nothing, 0.0, support_ids=ids, support_logprobs=torch.zeros(1, 2, 1), **more
+        )
         self.columns(evidence, self.signal(evidence))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, get_type_hints
 
+import torch
 from torch import Tensor
 
 from iwopd.algo.advantages import ADVANTAGES
@@ -46,6 +47,10 @@ class PolicyGradient(Objective):
             raise ValueError(f"correction_threshold must be positive, got {self.correction_threshold}")
 
     @property
+    def who(self) -> str:
+        return f"objective {self.name!r}, advantage {self.advantage!r}, weights {self.weights!r}"
+
+    @property
     def needs(self) -> frozenset[str]:
         own = set(ADVANTAGES[self.advantage].needs) - {WEIGHTS}
         return super().needs | own | ({"reference_logprobs"} if self.kl_coef else set())
@@ -58,7 +63,10 @@ class PolicyGradient(Objective):
         return ADVANTAGES[self.advantage].weighted(evidence, weights, dict(self.advantage_params))
 
     def columns(self, evidence: Evidence, signal: TrainingSignal) -> dict[str, Tensor]:
-        found = {"old_logprobs": evidence.old_logprobs, "advantages": signal.advantages, "supervised": signal.supervised}
+        advantages = signal.advantages
+        if evidence.reward_advantages is not None:
+            advantages = advantages + torch.where(signal.supervised, evidence.reward_advantages, 0.0)
+        found = {"old_logprobs": evidence.old_logprobs, "advantages": advantages, "supervised": signal.supervised}
         if evidence.rollout_logprobs is not None:
             found["correction"] = rollout_correction(
                 evidence.old_logprobs, evidence.rollout_logprobs, evidence.mask, self.correction_threshold
