@@ -5,19 +5,24 @@ there are 0; advantages and weights are detached. `docs/method.md` has the formu
 """
 
 from iwopd.algo import position, projection
-from iwopd.algo._checks import NonFiniteError
+from iwopd.algo._checks import LOGPROB_FLOOR, NonFiniteError
 from iwopd.algo.advantages import exopd_advantages, opd_advantages
 from iwopd.algo.correction import Mismatch, rollout_correction, rollout_mismatch
+from iwopd.algo.divergences import DIVERGENCES, DivergenceKind, support_divergence
+from iwopd.algo.fused_divergence import DivergenceLoss, fused_divergence_loss, fused_top_k_loss
 from iwopd.algo.fused_loss import fused_policy_loss
-from iwopd.algo.logprobs import LOGPROB_FLOOR, floor_logprobs, token_entropy, token_kl, token_logprobs
+from iwopd.algo.logprobs import floor_logprobs, token_divergence, token_entropy, token_kl, token_logprobs
 from iwopd.algo.loss import PolicyLoss, PolicyStats, low_variance_kl, policy_loss
 from iwopd.algo.noise import NoiseFloor, mean_difference
 from iwopd.algo.views import TokenScores, Wanted, joined_scores, scores_of_logits, token_scores
 from iwopd.algo.weights import WEIGHT_RULES, WeightRule, supervised_mask, token_weights
 
 __all__ = [
+    "DIVERGENCES",
     "LOGPROB_FLOOR",
     "WEIGHT_RULES",
+    "DivergenceKind",
+    "DivergenceLoss",
     "Mismatch",
     "NoiseFloor",
     "NonFiniteError",
@@ -28,8 +33,10 @@ __all__ = [
     "WeightRule",
     "exopd_advantages",
     "floor_logprobs",
+    "fused_divergence_loss",
     "fused_policy_loss",
     "joined_scores",
+    "fused_top_k_loss",
     "low_variance_kl",
     "mean_difference",
     "opd_advantages",
@@ -40,6 +47,8 @@ __all__ = [
     "rollout_mismatch",
     "scores_of_logits",
     "supervised_mask",
+    "support_divergence",
+    "token_divergence",
     "token_entropy",
     "token_kl",
     "token_logprobs",

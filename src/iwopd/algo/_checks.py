@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+LOGPROB_FLOOR = -100.0
+"""What a log-prob of -inf on a valid token counts as: bounded, and far below anything a model says by itself."""
+
 
 class NonFiniteError(ValueError):
     """A number on a valid token that is NaN or infinite: the caller may want to skip the batch."""

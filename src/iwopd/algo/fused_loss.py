@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from iwopd.algo._checks import Checks, NonFiniteError, check_mask, check_tokens
+from iwopd.algo._checks import Checks, check_mask
 from iwopd.algo.head import HeadGradients, OutputHead, Precision, row_chunks
 from iwopd.algo.loss import CLIP, DUAL_CLIP, PolicyLoss, check_loss_arguments, checked_policy_loss
+from iwopd.algo.one_pass import Passed, check_results, everywhere, one_pass_loss
 
 
 def fused_policy_loss(
@@ -61,27 +61,12 @@ def fused_policy_loss(
     tensors = {name: values.detach().reshape(-1)[rows].to(head.dtype) for name, values in given.items()}
     scalars = {"denominator": denominator, "clip": clip, "dual_clip": dual_clip, "kl_coef": kl_coef}
     task = _Task(head, rows, ids, tensors, {**scalars, "entropy_coef": entropy_coef})
-    flat, grad = hidden.reshape(-1, hidden.shape[-1]), torch.is_grad_enabled()
-    loss, logprobs, entropy = _FusedPolicyLoss.apply(flat, weight, bias, task, grad)  # type: ignore[no-untyped-call]
-    _check_results(hidden, mask, rows, logprobs, entropy)
+    loss, logprobs, entropy = one_pass_loss(hidden, weight, bias, task)
+    results = {name: values for name, values in (("logprobs", logprobs), ("entropy", entropy)) if values is not None}
+    results = {name: everywhere(values, rows, mask) for name, values in results.items()}
+    check_results(results, {"the hidden state": hidden}, mask)
     with torch.no_grad():
         return PolicyLoss(loss, task.loss(logprobs, slice(None), entropy).stats)
-
-
-@torch.no_grad()
-def _check_results(hidden: Tensor, mask: Tensor, rows: Tensor, logprobs: Tensor, entropy: Tensor | None) -> None:
-    """Refuse log-probs [N] and entropies [N] that are not numbers, in the caller's coordinates."""
-    checks = Checks()
-    for name, values in (("logprobs", logprobs), ("entropy", entropy)):
-        if values is not None:
-            everywhere = values.new_zeros(mask.numel()).index_copy(0, rows, values)
-            checks.tokens(name, everywhere.reshape(mask.shape), mask)
-    try:
-        checks.settle()
-    except NonFiniteError:  # name the hidden state, if it is the cause
-        worst = hidden.to(torch.float32).abs().amax(-1) if hidden.shape[-1] else hidden.new_zeros(mask.shape)
-        check_tokens("the hidden state", worst, mask)
-        raise
 
 
 @dataclass(frozen=True)
@@ -102,32 +87,9 @@ class _Task:
         mask = torch.ones_like(logprobs, dtype=torch.bool)
         return checked_policy_loss(logprobs, mask=mask, entropy=entropy, **chunk, **self.scalars)
 
-
-class _FusedPolicyLoss(torch.autograd.Function):
-    """Loss and gradients in one pass over chunks of rows: see `fused_policy_loss`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task, grad: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        ctx.save_for_backward(hidden, weight, bias)
-        ctx.task = task
-        needs = [grad and need for need in ctx.needs_input_grad[:3]]
-        logprobs, entropy, ctx.gradients = _one_pass(hidden, weight, bias, needs, task)
-        ctx.mark_non_differentiable(logprobs)
-        if entropy is not None:
-            ctx.mark_non_differentiable(entropy)
-        return task.loss(logprobs, slice(None), entropy).loss, logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias = ctx.saved_tensors
-        # Let go of the buffers, so that the engine takes them over instead of copying them.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            gradients = _one_pass(hidden, weight, bias, list(ctx.needs_input_grad[:3]), ctx.task)[2]
-        return (*gradients.scaled(grad_loss), None, None)
+    def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> Passed:
+        logprobs, entropy, gradients = _one_pass(hidden, weight, bias, needs, self)
+        return self.loss(logprobs, slice(None), entropy).loss, (logprobs, entropy), gradients
 
 
 def _one_pass(

@@ -8,18 +8,17 @@ alone. `vocab_size` leaves out the padding rows of the matrix: ids at or above i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from iwopd.algo._checks import Checks, check_mask, check_tokens, keep
+from iwopd.algo._checks import LOGPROB_FLOOR, Checks, check_mask, check_tokens, keep
+from iwopd.algo.divergences import DivergenceKind
 from iwopd.algo.head import Chunk, HeadGradients, OutputHead, Precision, row_chunks
-
-LOGPROB_FLOOR = -100.0
-"""What a log-prob of -inf on a valid token counts as: bounded, and far below anything a model says by itself."""
+from iwopd.algo.row_divergences import FullDivergence
 
 
 class FlooredLogprobs(NamedTuple):
@@ -80,6 +79,29 @@ def token_entropy(
     return _through_head(hidden, weight, bias, head, _Entropy())
 
 
+def token_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    kind: DivergenceKind,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    precision: Precision = "float32",
+) -> Tensor:
+    """Full-vocabulary divergence [...] of student and teacher; differentiable in the student, the teacher is detached.
+
+    Hidden sizes may differ, the vocabulary (after `vocab_size`) may not. To train on a weighted sum of them,
+    `fused_divergence_loss` needs two matrix products less.
+    """
+    head = OutputHead.build(hidden, weight, bias, temperature, vocab_size, precision)
+    function = FullDivergence.build(head, hidden, teacher_hidden, teacher_weight, teacher_bias, vocab_size, kind)
+    return _through_head(hidden, weight, bias, head, function)
+
+
 def token_kl(
     hidden: Tensor,
     weight: Tensor,
@@ -87,39 +109,25 @@ def token_kl(
     teacher_weight: Tensor,
     *,
     direction: Literal["reverse", "forward"] = "reverse",
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    precision: Precision = "float32",
+    **options: Any,
 ) -> Tensor:
-    """Full-vocabulary KL [...] between student and teacher; differentiable in the student, the teacher is detached.
+    """`token_divergence` of a KL, with its options.
 
     `reverse` is KL(student || teacher), the divergence whose single-sample estimate OPD optimises (the local D_t of
-    the paper's Appendix A.3); `forward` is KL(teacher || student). Hidden sizes may differ, the vocabulary (after
-    `vocab_size`) may not.
+    the paper's Appendix A.3); `forward` is KL(teacher || student).
     """
     if direction not in ("reverse", "forward"):
         raise ValueError(f"direction must be 'reverse' or 'forward', got {direction!r}")
-    head = OutputHead.build(hidden, weight, bias, temperature, vocab_size, precision)
-    teacher = OutputHead.build(teacher_hidden, teacher_weight, teacher_bias, temperature, vocab_size, precision)
-    if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
-        raise ValueError(f"student has tokens {list(hidden.shape[:-1])}, teacher {list(teacher_hidden.shape[:-1])}")
-    if len(head.weight) != len(teacher.weight):
-        raise ValueError(
-            f"student vocabulary has {len(head.weight)} ids, teacher {len(teacher.weight)}: pass vocab_size, the number "
-            "of ids that both share"
-        )
-    teacher = replace(teacher, dtype=head.dtype)  # both softmaxes in the student's precision
-    flat = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])
-    return _through_head(hidden, weight, bias, head, _KL(teacher, flat, direction))
+    kind = DivergenceKind(f"{direction}-kl")
+    return token_divergence(hidden, weight, teacher_hidden, teacher_weight, kind=kind, **options)
 
 
 class _RowFunction(Protocol):
     """A function of each token's logits. Both methods may overwrite the chunk's [R, V] tensors."""
 
-    spare: int
-    """How many [R, V] tensors of working memory it needs."""
+    @property
+    def spare(self) -> int:
+        """How many [R, V] tensors of working memory it needs."""
 
     def value(self, chunk: Chunk) -> Tensor:
         """The function, [R]."""
@@ -208,45 +216,6 @@ class _Entropy:
         return shifted.add_(value - total.log()).mul_(scaled).mul_(-upstream / total)
 
 
-@dataclass
-class _KL:
-    """KL(p || q) = sum p (log p - log q) of student p and teacher q, or KL(q || p).
-
-    d / d student's logits: `p * (log p - log q - KL)` for the first, `p - q` for the second.
-    """
-
-    teacher: OutputHead
-    teacher_hidden: Tensor
-    direction: str
-    spare: int = 2
-
-    def _logprobs(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        teacher, work = chunk.spare
-        student = _log_softmax_(chunk.logits, work)
-        return student, _log_softmax_(self.teacher.logits(self.teacher_hidden[chunk.source], teacher), work)
-
-    def value(self, chunk: Chunk) -> Tensor:
-        student, teacher = self._logprobs(chunk)
-        if self.direction == "reverse":
-            difference = torch.sub(student, teacher, out=teacher)
-            return difference.mul_(student.exp_()).sum(1)
-        difference = torch.sub(teacher, student, out=student)
-        return difference.mul_(teacher.exp_()).sum(1)
-
-    def gradient(self, chunk: Chunk, value: Tensor, upstream: Tensor) -> Tensor:
-        student, teacher = self._logprobs(chunk)
-        if self.direction == "reverse":
-            difference = torch.sub(student, teacher, out=teacher)
-            return difference.sub_(value).mul_(student.exp_()).mul_(upstream)
-        return student.exp_().sub_(teacher.exp_()).mul_(upstream)
-
-
 def _shift_(logits: Tensor) -> Tensor:
     """Logits minus their largest, in place. A banned id's -inf becomes a huge finite number: -inf * 0 would be NaN."""
     return logits.sub_(logits.amax(1, keepdim=True)).clamp_(min=torch.finfo(logits.dtype).min / 4)
-
-
-def _log_softmax_(logits: Tensor, work: Tensor) -> Tensor:
-    """Log-softmax over the last dimension, in place."""
-    _shift_(logits)
-    return logits.sub_(torch.exp(logits, out=work).sum(1, keepdim=True).log_())

@@ -204,13 +204,18 @@ def _low_variance_kl(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor)
     return torch.expm1(difference) - difference
 
 
-def check_loss_arguments(denominator: float | Tensor, clip: float, dual_clip: float | None) -> None:
-    """Refuse a denominator, clip or dual clip that makes no sense."""
+def check_denominator(denominator: float | Tensor) -> None:
+    """Refuse one that is not positive."""
     if not float(denominator) > 0:
         raise ValueError(
             f"denominator must be positive, got {float(denominator)}: it is the number of supervised tokens of the "
             "whole optimizer step; skip a step that has none"
         )
+
+
+def check_loss_arguments(denominator: float | Tensor, clip: float, dual_clip: float | None) -> None:
+    """Refuse a denominator, clip or dual clip that makes no sense."""
+    check_denominator(denominator)
     if not clip > 0:
         raise ValueError(f"clip must be positive, got {clip}")
     if dual_clip is not None and not dual_clip > 1:
