@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import suppress
 from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from iwopd.config.distributions import DialectName, refusal
 from iwopd.data.teacher_view import PromptTemplate
 from iwopd.errors import ConfigError
 from iwopd.rollout.engine import ENGINES, Engine
@@ -37,7 +39,9 @@ class TeacherSource(Section):
 
     urls: Place[Urls] = Field([], description="servers (replicas), e.g. ['http://gpu1:8000']; empty: a local model")
     name: str | None = Field(None, description="what the servers call the model; empty: models.teacher, or their only one")
-    dialect: Literal["vllm", "sglang"] = Field("vllm", description="vllm (also `iwopd serve-teacher`), or sglang")
+    dialect: DialectName = Field(
+        "vllm", description="vllm, sglang, or iwopd (`iwopd serve-teacher`, which also speaks vllm): docs/teachers.md"
+    )
     api_key_env: Place[Variable | None] = Field(None, description="environment variable of the servers' API key; empty: none")
     max_in_flight: Place[int] = Field(16, ge=1, description="requests under way at once, for each server")
     tokens_per_request: Place[int] = Field(8192, ge=1, description="short rollouts travel together up to so many tokens")
@@ -73,6 +77,12 @@ class Teacher(TeacherSource):
     @property
     def has_servers(self) -> bool:
         return any(source.urls for source in (self, *self.others.values()))
+
+    def cannot_give(self, needed: Set[str]) -> str | None:
+        """Why one of the servers cannot give what is needed (`algo.views.Wanted.names`), and what would work; else None."""
+        sources = {"teacher": self, **{f"teacher.others.{name}": other for name, other in self.others.items()}}
+        found = (refusal(needed, source.dialect, place) for place, source in sources.items() if source.urls)
+        return next((words for words in found if words is not None), None)
 
 
 RENAMED = {

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from iwopd.config.distributions import GIVES
 from iwopd.teacher.errors import TeacherError
 
 IMPOSSIBLE = -9999.0
@@ -38,6 +39,8 @@ class Dialect(Protocol):
     """The protocol of one kind of server."""
 
     path: str
+    gives: frozenset[str]
+    """What it can say of tokens beside their log-probs."""
 
     def scoring(self, model: str | None, sequences: Sequence[TokenSequence]) -> dict[str, Any]:
         """The request that scores these sequences."""
@@ -55,6 +58,7 @@ class VllmDialect:
     """OpenAI's completions with vLLM's `prompt_logprobs` and `return_token_ids`; also that of `iwopd serve-teacher`."""
 
     path = "/v1/completions"
+    gives = GIVES["vllm"]
 
     def scoring(self, model: str | None, sequences: Sequence[TokenSequence]) -> dict[str, Any]:
         return {
@@ -102,6 +106,7 @@ class SglangDialect:
     """SGLang's own `/generate`. Written from its sources; never run against a real server."""
 
     path = "/generate"
+    gives = GIVES["sglang"]
 
     def scoring(self, model: str | None, sequences: Sequence[TokenSequence]) -> dict[str, Any]:
         return {
