@@ -143,7 +143,9 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
         return found
 
     def objective(kind: type[Objective]) -> dict[str, Any]:
-        settings = {name: one.default for name, one in kind.settings({}).items()}
+        every = kind.every_setting()
+        known = {**kind.settings({}), **{name: every[name] for name in kind.conditions}}
+        settings = {name: one.default for name, one in known.items()}
         texts = {"name": kind.name, "title": kind.title, "formula": kind.formula, "source": kind.source}
         return {**texts, "params": settings, "needs": sorted(kind().needs - {"mask"})}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,15 +87,26 @@ def rollouts() -> list[Rollout]:
     return made
 
 
-def gradients(budget: int, *, weights: str = "survival", ahead: bool = False) -> tuple[float, dict[str, Tensor]]:
+def gradients(
+    budget: int, *, weights: str = "survival", ahead: bool = False, keep: bool = False, **method: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one update; `keep`: the teacher's states are those of its scores, not computed again."""
     items, model, teacher = rollouts(), make_model("qwen3"), LocalScorer(make_model("llama", seed=5), vocab_size=21)
-    objective = make_objective({"objective": "divergence", "weights": weights})
+    objective = make_objective({"objective": "divergence", "weights": weights, **method})
     optim = Optim(lr=1e-9, grad_clip=1e9, token_budget=budget)
     lm = ResponseModel(model, vocab_size=21)
     learner = Learner(lm, optim, objective, Ranks(), Distributions.of(teacher))
-    forward = learner.forward(items) if ahead else None
-    old = LocalScorer(model, vocab_size=21).score(items)
-    batch = TokenBatch.collate([ScoredRollout(*one) for one in zip(items, old, teacher.score(items), strict=True)])
+    asked = objective.asks
+    forward = learner.forward(items, asked.student) if ahead else None
+    student = forward.scores if forward else LocalScorer(model, vocab_size=21).look(items, asked.student)
+    chosen = [scores.top_ids for scores in student if scores.top_ids is not None] if asked.student_first else None
+    taught = teacher.look(items, replace(asked.teacher, states=keep), chosen)
+    batch = TokenBatch.collate(
+        [
+            ScoredRollout(item, ours.logprobs, theirs.logprobs, None, objective.further_evidence(ours, theirs), theirs.states)
+            for item, ours, theirs in zip(items, student, taught, strict=True)
+        ]
+    )
     update = learner.update(batch, loss_columns(objective, batch, evidence_of(batch)), seed=0, step=1, forward=forward)
     return update.loss, {name: learner.optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
 
@@ -107,6 +119,29 @@ def test_the_learner_gives_it_both_models_whatever_the_micro_batches() -> None:
         for name, gradient in whole.items():
             torch.testing.assert_close(gradient, parts[name], rtol=1e-4, atol=1e-6, msg=name)
     assert gradients(10_000, weights="uniform")[0] != pytest.approx(loss, rel=1e-2)
+    other, parts = gradients(20, keep=True)
+    assert other == pytest.approx(loss, rel=1e-5)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(gradient, parts[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("support_of", ["teacher", "student", "union"])
+@pytest.mark.parametrize("kind", ["reverse-kl", "jsd"])
+def test_a_support_of_all_ids_is_the_whole_vocabulary(kind: str, support_of: str) -> None:
+    loss, whole = gradients(10_000, divergence=kind)
+    for ahead, budget in ((True, 10_000), (False, 20)):
+        other, parts = gradients(budget, ahead=ahead, divergence=kind, support="top-k", k=21, support_of=support_of)
+        assert other == pytest.approx(loss, rel=1e-4)
+        for name, gradient in whole.items():
+            torch.testing.assert_close(gradient, parts[name], rtol=1e-3, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("support_of", ["teacher", "student", "union"])
+def test_fewer_ids_see_less_of_the_divergence(support_of: str) -> None:
+    """Merging outcomes never raises a divergence; a few ids of a vocabulary of 21 leave something in the bucket."""
+    losses = [gradients(10_000, support="top-k", k=k, support_of=support_of)[0] for k in (1, 4, 12, 21)]
+    assert losses == sorted(losses)
+    assert losses[0] < 0.9 * losses[-1]
 
 
 def test_what_it_says_of_itself() -> None:
@@ -123,9 +158,18 @@ def test_what_it_says_of_itself() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": {"divergence": "jeffreys"}}, "divergence: Input should be 'reverse-kl' or 'forward-kl'"),
+        ({"method": {"divergence": "jeffreys"}}, "divergence: Input should be 'reverse-kl', 'forward-kl', 'jsd'"),
+        ({"method": {"beta": 0.3}}, "beta is not used .* it belongs to objective 'divergence' with divergence = 'jsd'"),
+        ({"method": {"divergence": "jsd", "beta": 1.2}}, r"beta of divergence 'jsd' must lie in \[0, 1\], got 1.2"),
+        ({"method": {"divergence": "skew-forward-kl", "alpha": 1.0}}, r"alpha .* must lie in \[0, 1\), got 1.0"),
+        ({"method": {"k": 4}}, "k is not used .* it belongs to objective 'divergence' with support = 'top-k'"),
+        ({"method": {"support": "top-k", "k": 0}}, "k must be at least 1, got 0"),
         ({"method": {"clip": 0.2}}, "clip is not used by objective 'divergence': it belongs to objective 'policy-gradient'"),
-        ({"teacher": {"urls": ["http://gpu1:8000"]}}, "leave teacher.urls out"),
+        ({"teacher": {"urls": ["http://gpu1:8000"]}}, "such servers give .*top-k.*, but not hidden states"),
+        (
+            {"method": {"support": "top-k", "support_of": "union"}, "teacher": {"urls": ["http://gpu1:8000"]}},
+            "not log-probs of ids that the student chose. Serve the teacher with `iwopd serve-teacher`",
+        ),
         ({"teacher": {"others": {"code": {"model": "x"}}}}, "leave teacher.others out"),
     ],
 )

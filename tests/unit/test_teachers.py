@@ -208,7 +208,7 @@ def test_wrong_settings_are_answered_and_keys_not_repeated(values: dict[str, Any
     assert "secret" not in str(error.value)
 
 
-class SlowScorer:
+class SlowScorer(Scorer):
     """Scores with the rollout's own ids; remembers what it was asked together, and fails when it meets id 9."""
 
     def __init__(self) -> None:

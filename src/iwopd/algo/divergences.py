@@ -132,9 +132,7 @@ class DivergenceKind:
         if found.parameter is None:
             if self.mix is not None:
                 others = ", ".join(name for name, one in DIVERGENCES.items() if one.parameter)
-                raise ValueError(
-                    f"divergence {self.name!r} has no mixture, got {self.mix}: leave it out, or use {others}"
-                )
+                raise ValueError(f"divergence {self.name!r} has no mixture, got {self.mix}: leave it out, or use {others}")
             return
         mix = found.default if self.mix is None else float(self.mix)
         if not (0.0 <= mix < 1.0 or (found.closed and mix == 1.0)):

@@ -110,6 +110,8 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=config.rank_timeout))
     accelerator = Accelerator(mixed_precision=config.precision, kwargs_handlers=[patience])
     set_seed(config.seed)
+    if config.models.world is not None:
+        check_support(config, len(tiny.build_tokenizer()))
     world = open_world(config, progress)
     tokenizer, student, teacher = _models(config, world, accelerator.device)
     vocab_size = len(tokenizer)
@@ -185,6 +187,14 @@ def _whole_distributions(config: Config, teacher: Scorer) -> Distributions | Non
     return Distributions(teacher.output_matrix(), teacher.whole_distribution)
 
 
+def check_support(config: Config, vocabulary: int) -> None:
+    """Refuse more likeliest ids than there are, before a model is loaded."""
+    asked = config.method.made.asks
+    if (most := max(asked.student.top_k, asked.teacher.top_k)) > vocabulary:
+        where = "method.k" if config.method.made.compared_ids else "k of method.params"
+        raise ConfigError(f"{where} is {most}, but the vocabulary has {vocabulary} ids: choose a k of at most that")
+
+
 def state_bytes(whole: Distributions | None) -> int:
     """Of one token's hidden state as it is kept."""
     return 0 if whole is None else whole.matrix.weight.shape[1] * whole.matrix.weight.element_size()
@@ -255,6 +265,7 @@ def _models(config: Config, world: tiny.World | None, device: torch.device) -> t
     assert teacher_source is not None
     trust = config.models.trust_remote_code
     tokenizer = world.tokenizer if world is not None else load_tokenizer(student_source, trust_remote_code=trust)
+    check_support(config, len(tokenizer))
     student = load_student(config, student_source, device)
     check_vocabulary("student", student, tokenizer)
     if config.teacher.urls:

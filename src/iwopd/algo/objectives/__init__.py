@@ -82,6 +82,10 @@ def make_objective(values: Mapping[str, Any]) -> Objective:
 def _unused(name: str, chosen: type[Objective], given: Mapping[str, Any], known: list[str]) -> str:
     """Says whose setting it is, if it is anybody's."""
     owners = [f"objective {one!r}" for one in OBJECTIVES if one != chosen.name and name in OBJECTIVES[one].settings({})]
+    for one in OBJECTIVES:
+        if name in (conditions := OBJECTIVES[one].conditions):
+            choice, values = conditions[name]
+            owners.append(f"objective {one!r} with {choice} = {' or '.join(map(repr, values))}")
     owners += [f"advantage {one!r}" for one in ADVANTAGES if name in ADVANTAGES[one].params]
     if not owners:
         raise UnknownSettingError(name, suggestion(name, ["objective", *known]))

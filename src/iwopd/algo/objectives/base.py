@@ -165,7 +165,7 @@ class Objective(ABC):
         return f"objective {self.name!r}, weights {self.weights!r}"
 
     @property
-    def support(self) -> Support | None:
+    def compared_ids(self) -> Support | None:
         """Over which ids its loss compares distributions; None: over all, or not at all."""
         return None
 
@@ -177,11 +177,13 @@ class Objective(ABC):
     @property
     def asks(self) -> Asked:
         """What student and teacher must say of every token, so that the evidence can be made."""
-        return asked_for(self.needs, overlap_k=self.overlap_k, support=self.support, states=self.needs_teacher_distribution)
+        return asked_for(
+            self.needs, overlap_k=self.overlap_k, support=self.compared_ids, states=self.needs_teacher_distribution
+        )
 
     def further_evidence(self, student: TokenScores, teacher: TokenScores) -> dict[str, Tensor]:
         """Evidence of one rollout [T, ...] by name, of what both said of its tokens."""
-        return further_evidence(self.needs, student, teacher, overlap_k=self.overlap_k, support=self.support)
+        return further_evidence(self.needs, student, teacher, overlap_k=self.overlap_k, support=self.compared_ids)
 
     @property
     def needs_reference(self) -> bool:
@@ -247,9 +249,23 @@ class Objective(ABC):
 
     # --- settings ---
 
+    conditions: ClassVar[Mapping[str, tuple[str, tuple[str, ...]]]] = {}
+    """Settings that only some choices have: the setting that makes the choice, and the values with which they come."""
+
     @classmethod
     def settings(cls, values: Mapping[str, Any]) -> dict[str, Setting]:
-        """All settings by name. `values` are those given: one may bring others (an advantage has its own)."""
+        """Settings by name. `values` are those given: one may bring others (an advantage has its own)."""
+        found = cls.every_setting()
+
+        def applies(name: str) -> bool:
+            choice, with_these = cls.conditions.get(name, ("", ()))
+            return not choice or values.get(choice, found[choice].default) in with_these
+
+        return {name: one for name, one in found.items() if applies(name)}
+
+    @classmethod
+    def every_setting(cls) -> dict[str, Setting]:
+        """Also those that only some choices have."""
         types = get_type_hints(cls)
         found = {}
         for one in fields(cls):

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from iwopd.algo.evidence import TEACHER_DISTRIBUTION, Evidence
-from iwopd.algo.logprobs import token_kl
-from iwopd.algo.objectives.base import LossAndMeans, Objective, TokenMeans, TokenStates, TrainingSignal, setting
+from iwopd.algo.asking import Support
+from iwopd.algo.divergences import DIVERGENCES, DivergenceKind
+from iwopd.algo.evidence import SUPPORT, TEACHER_DISTRIBUTION, Evidence
+from iwopd.algo.fused_divergence import fused_divergence_loss, fused_top_k_loss
+from iwopd.algo.objectives.base import (
+    LossAndMeans,
+    Objective,
+    TokenMeans,
+    TokenStates,
+    TrainingSignal,
+    setting,
+)
+
+K = 64
+"""Likeliest ids of a top-k support, by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +36,51 @@ class Divergence(Objective):
     """
 
     name: ClassVar[str] = "divergence"
-    title: ClassVar[str] = "Full-vocabulary divergence"
-    formula: ClassVar[str] = "mean of w D_t,  D_t = KL(student || teacher) or KL(teacher || student)"
-    source: ClassVar[str] = "the local D_t of Appendix A.3, trained on itself; weights as in Eq. 13"
+    title: ClassVar[str] = "Divergence of whole distributions"
+    formula: ClassVar[str] = "mean of w D_t,  D_t of student p and teacher q: " + ";  ".join(
+        f"{name}: {one.formula}" for name, one in DIVERGENCES.items()
+    )
+    source: ClassVar[str] = "the local D_t of Appendix A.3, trained on itself; weights as in Eq. 13; GKD; DistiLLM"
 
-    divergence: Literal["reverse-kl", "forward-kl"] = setting("reverse-kl", "which KL: of the student to the teacher, or back")
+    conditions: ClassVar[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+        "k": ("support", ("top-k",)),
+        "support_of": ("support", ("top-k",)),
+        **{
+            parameter: ("divergence", tuple(name for name, one in DIVERGENCES.items() if one.parameter == parameter))
+            for parameter in ("beta", "alpha")
+        },
+    }
+
+    divergence: Literal["reverse-kl", "forward-kl", "jsd", "skew-reverse-kl", "skew-forward-kl"] = setting(
+        "reverse-kl", "which D: see `iwopd methods`"
+    )
+    support: Literal["full", "top-k"] = setting("full", "over all ids, or over the k likeliest and one bucket for the rest")
+    k: int = setting(K, "of 'top-k': ids of one token")
+    support_of: Literal["teacher", "student", "union"] = setting("teacher", "of 'top-k': whose likeliest ids; union: of both")
+    beta: float = setting(DIVERGENCES["jsd"].default, "of 'jsd': the teacher's share of the mixture, in [0, 1]")
+    alpha: float = setting(
+        DIVERGENCES["skew-reverse-kl"].default,
+        "of skewed KLs: share of the first distribution in the second, in [0, 1)",
+    )
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k must be at least 1, got {self.k}: it is the number of likeliest ids of a token")
+        _ = self.kind
+
+    @cached_property
+    def kind(self) -> DivergenceKind:
+        parameter = DIVERGENCES[self.divergence].parameter
+        return DivergenceKind(self.divergence, None if parameter is None else getattr(self, parameter))
 
     @property
     def needs(self) -> frozenset[str]:
         """The teacher's distributions; its log-probs of the sampled tokens are for the weights."""
-        return super().needs | {TEACHER_DISTRIBUTION}
+        return super().needs | {TEACHER_DISTRIBUTION if self.support == "full" else SUPPORT}
+
+    @property
+    def compared_ids(self) -> Support | None:
+        return Support(self.k, self.support_of) if self.support == "top-k" else None
 
     @property
     def needs_output_matrix(self) -> str | None:
@@ -44,28 +92,33 @@ class Divergence(Objective):
         return evidence.gap * weights
 
     def columns(self, evidence: Evidence, signal: TrainingSignal) -> dict[str, Tensor]:
-        return {"supervised": signal.supervised, "weights": signal.weights}
+        found = {"supervised": signal.supervised, "weights": signal.weights}
+        if self.support == "full":
+            return found
+        names = ("support_ids", "support_logprobs", "support_rest")
+        return found | evidence.select(names, f"objective {self.name!r} with support 'top-k'")
 
     def loss(
         self, student: TokenStates, columns: Mapping[str, Tensor], denominator: float, teacher: TokenStates | None = None
     ) -> LossAndMeans:
-        if teacher is None:
+        if self.support == "full" and teacher is None:
             raise ValueError(f"objective {self.name!r} needs the teacher's hidden states")
-        rows = columns["supervised"].nonzero().squeeze(1)  # once: every use of a mask would make the host wait
-        values = token_kl(
-            student.hidden[rows],
-            student.weight,
-            teacher.hidden[rows],
-            teacher.weight,
-            direction="reverse" if self.divergence == "reverse-kl" else "forward",
-            bias=student.bias,
-            teacher_bias=teacher.bias,
-            temperature=student.temperature,
-            vocab_size=student.vocab_size,
-            precision=student.precision,
-        )
-        loss = (values * columns["weights"][rows].to(values.dtype)).sum() / denominator
-        return LossAndMeans(loss, TokenMeans(columns["supervised"].sum(), {"mean": values.detach().sum()}))
+        weights, supervised = columns["weights"], columns["supervised"]
+        options: dict[str, Any] = {
+            "kind": self.kind,
+            "denominator": denominator,
+            "bias": student.bias,
+            "temperature": student.temperature,
+            "vocab_size": student.vocab_size,
+            "precision": student.precision,
+        }
+        if teacher is None or self.support == "top-k":
+            taught = (columns["support_ids"], columns["support_logprobs"], columns["support_rest"])
+            out = fused_top_k_loss(student.hidden, student.weight, *taught, weights, supervised, **options)
+        else:
+            states = (student.hidden, student.weight, teacher.hidden, teacher.weight)
+            out = fused_divergence_loss(*states, weights, supervised, teacher_bias=teacher.bias, **options)
+        return LossAndMeans(out.loss, TokenMeans(supervised.sum(), {"mean": out.values.sum()}))
 
     def no_stats(self) -> TokenMeans:
         return TokenMeans(torch.zeros(()), {"mean": torch.zeros(())})
