@@ -27,6 +27,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "exopd": {"advantage": "exopd"},
     "iw-exopd": {"advantage": "exopd", "weights": "cumulative-share", "params": {"gamma": 0.5}},
     "survival": {"weights": "survival", "params": {"tau": 1.0}},
+    "kl": {"objective": "divergence"},
+    "forward-kl": {"objective": "divergence", "divergence": "forward-kl"},
+    "jsd": {"objective": "divergence", "divergence": "jsd"},
+    "top-k-kl": {"objective": "divergence", "support": "top-k", "k": 4},
+    "kl-survival": {"objective": "divergence", "weights": "survival", "params": {"tau": 1.0}},
 }
 """The `[method]` section of each, as its recipe writes it."""
 
@@ -45,6 +50,11 @@ TITLES = {
     "exopd": "ExOPD",
     "iw-exopd": "IW-ExOPD",
     "survival": "Survival (ours)",
+    "kl": "Reverse KL",
+    "forward-kl": "Forward KL",
+    "jsd": "Jensen-Shannon",
+    "top-k-kl": "Reverse KL, top 4 ids",
+    "kl-survival": "Reverse KL, survival (ours)",
 }
 
 GAMMAS = (0.5, 1.0, 2.0, 4.0)
@@ -61,7 +71,7 @@ def probed_methods(gamma: float = 0.5) -> dict[str, tuple[str, dict[str, Any]]]:
 
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, section in METHODS.items():
-        if "advantage" in section:  # they need a reference, which a probe does not have
+        if "advantage" in section or "objective" in section:  # a reference is not there; divergences share the rules' weights
             continue
         rule = section.get("weights", "uniform")
         if name == "iw-opd":
@@ -87,7 +97,9 @@ def identity(objective: Objective) -> tuple[Any, ...]:
     weights = {**objective.rule.params, **objective.params}
     advantage = getattr(objective, "advantage", None)
     more = {} if advantage is None else {**ADVANTAGES[advantage].params, **getattr(objective, "advantage_params", {})}
-    return objective.name, objective.weights, weights, advantage, more
+    given = {name: getattr(objective, name) for name in type(objective).every_setting()}
+    own = {name: given[name] for name in objective.settings(given) if name in objective.of_the_method}
+    return objective.name, objective.weights, weights, advantage, more, own
 
 
 def resolved(section: Mapping[str, Any]) -> dict[str, Any]:

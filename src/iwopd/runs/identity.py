@@ -33,6 +33,8 @@ def method_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_key(config: Config) -> str:
-    """Names a run by everything that decides its outcome; where things are and what is shown does not."""
-    tree = without(config.model_dump(mode="json", exclude_none=True), "place")
+    """Names a run by every setting that decides its outcome and is not the default, so a setting that is added later changes
+    no name; where things are and what is shown does not count either.
+    """
+    tree = without(config.model_dump(mode="json", exclude_none=True, exclude_defaults=True), "place")
     return hashlib.sha256(tomli_w.dumps(tree).encode()).hexdigest()[:12]

@@ -131,6 +131,16 @@ class Learner:
             stats=self._merged([one.stats for one in steps]),
         )
 
+    def gradient(self, batch: TokenBatch, columns: dict[str, Tensor]) -> list[Tensor]:
+        """The gradient of the whole batch by every trained parameter; nothing is updated. For measurements."""
+        self.lm.model.train()
+        with self.weights.updating():
+            self._accumulate(batch, columns, range(len(batch)), int(columns["supervised"].sum()), None)
+            self.weights.sum_gradients()
+            found = [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in self.weights.parameters]
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
     def optimizer_state(self) -> OptimizerState:
         """What a checkpoint holds of the optimizer. All ranks take part; the main one gets it."""
         return OptimizerState.of(self.optimizer, self.weights.masters, keep=self.ranks.is_main)

@@ -249,6 +249,8 @@ class Objective(ABC):
 
     # --- settings ---
 
+    of_the_method: ClassVar[tuple[str, ...]] = ()
+    """Settings of its own that make another method of it; others are details of the loss (clips, coefficients)."""
     conditions: ClassVar[Mapping[str, tuple[str, tuple[str, ...]]]] = {}
     """Settings that only some choices have: the setting that makes the choice, and the values with which they come."""
 

@@ -42,6 +42,7 @@ class Divergence(Objective):
     )
     source: ClassVar[str] = "the local D_t of Appendix A.3, trained on itself; weights as in Eq. 13; GKD; DistiLLM"
 
+    of_the_method: ClassVar[tuple[str, ...]] = ("divergence", "support", "k", "support_of", "beta", "alpha")
     conditions: ClassVar[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         "k": ("support", ("top-k",)),
         "support_of": ("support", ("top-k",)),

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from iwopd import tiny
+from iwopd.analysis.gradient_noise import gradient_noise
 from iwopd.analysis.probe.inputs import open_pair, world_material
 from iwopd.analysis.probe.result import Probe, read_probe, write_probe
 from iwopd.analysis.probe.run import run_probe
@@ -24,6 +25,8 @@ from iwopd.train.many import run_all
 from iwopd.train.progress import pretraining_progress
 
 PROBE_PROMPTS = 256
+NOISE_BATCHES = 16
+"""Batches of which gradient noise is measured."""
 
 
 class ReproduceError(UserError, ValueError):
@@ -33,11 +36,12 @@ class ReproduceError(UserError, ValueError):
 def reproduce(options: argparse.Namespace, console: Console) -> list[ItemSection]:
     """Make the runs that are missing, then print every item's section and write `results.json`."""
     items = _chosen(options.items)
-    runs = _runs(options)
+    runs = _runs(options, items)
     variants = list({id(variant): variant for item in items for variant in item.variants}.values())
     probed = any(item.needs_probe for item in items)
     _train_models(runs, variants, need_pair=probed)
     run_all(runs.all_planned(variants), at_a_time=options.jobs, console=console)
+    _measure_noise(runs, [variant for item in items for variant in item.noise_of], console)
     probes = {lineage: _probe(runs, lineage) for lineage in runs.lineages} if probed else {}
     sections = [item.section(runs, probes) for item in items]
     for section in sections:
@@ -64,7 +68,10 @@ def _chosen(names: Sequence[str]) -> list[Item]:
     return [ITEMS[name] for name in wanted]
 
 
-def _runs(options: argparse.Namespace) -> Runs:
+def _runs(options: argparse.Namespace, items: Sequence[Item]) -> Runs:
+    for name in ("lineages", "seeds"):
+        if getattr(options, name) is None:
+            setattr(options, name, max(getattr(item, name) for item in items))
     for name in ("seeds", "lineages", "steps", "jobs", "problems"):
         if getattr(options, name) < 1:
             raise ReproduceError(f"--{name} must be at least 1, got {getattr(options, name)}")
@@ -87,6 +94,18 @@ def _train_models(runs: Runs, variants: Sequence[Variant], *, need_pair: bool) -
             for sizes in sorted(wanted):
                 names = {name.removesuffix("_size"): value for name, value in sizes}
                 tiny.open_world(tiny.world_recipe(runs.world, lineage=lineage, **names), progress=progress)
+
+
+def _measure_noise(runs: Runs, variants: Sequence[Variant], console: Console) -> None:
+    """Gradient noise of the untrained students, kept beside the runs method by method."""
+    for lineage in runs.lineages if variants else ():
+        path = runs.noise_file(lineage)
+        found = json.loads(path.read_text()) if path.exists() else {}
+        for variant in variants:
+            if variant.title not in found:
+                console.print(f"gradient noise: {variant.title}, lineage {lineage}", highlight=False)
+                found[variant.title] = list(gradient_noise(runs.config(variant, lineage, 0), NOISE_BATCHES))
+                path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _probe(runs: Runs, lineage: int) -> Probe:

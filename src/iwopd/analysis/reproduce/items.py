@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from iwopd.analysis.probe.result import Probe
+from iwopd.analysis.reproduce import objectives
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import ItemSection, Table, established, in_words, p, show, signed
 from iwopd.analysis.reproduce.variants import (
@@ -19,6 +20,7 @@ from iwopd.analysis.reproduce.variants import (
     IW_EXOPD,
     IW_MEAN_ONE,
     IW_OPD,
+    OBJECTIVES,
     OPD,
     OPD_FASTER,
     PREFIX,
@@ -46,6 +48,7 @@ PAPER = {
     "p9": "Tab. 7: the weights add on top of ExOPD",
     "p10": "Tab. 1-2: under OPD the stronger teacher is behind at step 10 and ahead at the end; IW-OPD removes the deficit",
     "own": "not in the paper: weights that fall with the nats already lost, not with their share",
+    "objectives": "not in the paper: whole distributions instead of the sampled token, under the same weights",
 }
 """What the paper shows, and where."""
 Probes = Mapping[int, Probe]
@@ -60,6 +63,11 @@ class Item:
     title: str
     variants: Sequence[Variant]
     read: Read
+    noise_of: Sequence[Variant] = ()
+    """Methods whose gradient noise it shows."""
+    lineages: int = 2
+    seeds: int = 3
+    """How many there are by default."""
 
     @property
     def needs_probe(self) -> bool:
@@ -76,11 +84,11 @@ Read = Callable[[Item, Runs, Probes], ItemSection]
 ITEMS: dict[str, Item] = {}
 
 
-def _item(key: str, title: str, *variants: Variant) -> Callable[[Read], Read]:
+def _item(key: str, title: str, *variants: Variant, **design: Any) -> Callable[[Read], Read]:
     """Register the decorated function: it reads an item's section off the runs of its variants, or off the probes."""
 
     def register(read: Read) -> Read:
-        ITEMS[key] = Item(key, title, variants, read)
+        ITEMS[key] = Item(key, title, variants, read, **design)
         return read
 
     return register
@@ -265,3 +273,19 @@ def _own(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     words.append(f"The best of {len(RATES)} learning rates is chosen on these very runs, for every method.")
     shown = [v.title for method in (OPD, IW_OPD, SURVIVAL) for v in (method, best(method, last))]
     return item.make([table], words, methods=numbers, shown=list(dict.fromkeys(shown)))
+
+
+@_item(
+    "objectives",
+    "objectives under the same weights, each at several learning rates",
+    *(faster(variant, rate) for rate in objectives.RATES for variant in OBJECTIVES),
+    noise_of=OBJECTIVES,
+    lineages=4,
+    seeds=1,
+)
+def _objectives(item: Item, runs: Runs, probes: Probes) -> ItemSection:
+    steps = _steps(runs)
+    table, numbers = objectives.rates_table(runs, OBJECTIVES, steps)
+    noise, ratios = objectives.noise_table(runs.noises(item.noise_of))
+    words = objectives.comparisons(runs, OBJECTIVES, steps)
+    return item.make([table, noise], words, accuracy=numbers, noise=ratios)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from iwopd.analysis.gradient_noise import GradientNoise
 from iwopd.analysis.reproduce.variants import Variant
 from iwopd.config import Config, make_config
 from iwopd.eval.statistics import Interval, crossed, interval_over_problems, sign_flip_p
@@ -95,6 +97,15 @@ class Runs:
         """[S, steps] of a metric."""
         rows = [[record[name] for record in run.metrics] for run in self._made(variant)]
         return torch.tensor(rows, dtype=torch.float64)
+
+    def noise_file(self, lineage: int) -> Path:
+        """Where the gradient noise of a lineage's untrained student is kept."""
+        return self.root / f"noise-{self.world}-{lineage}-{self.prompts_per_step}.json"
+
+    def noises(self, variants: Sequence[Variant]) -> dict[int, dict[str, GradientNoise]]:
+        """Gradient noise by lineage and title."""
+        kept = {lineage: json.loads(self.noise_file(lineage).read_text()) for lineage in self.lineages}
+        return {lineage: {one.title: GradientNoise(*found[one.title]) for one in variants} for lineage, found in kept.items()}
 
     def _made(self, variant: Variant) -> list[Run]:
         return [Run(self.planned(variant, lineage, seed).folder) for lineage, seed in self.members]

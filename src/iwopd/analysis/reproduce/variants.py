@@ -34,6 +34,8 @@ ABLATIONS = tuple(
     for name in ("fixed-prefix", "linear-decay", "curriculum", "ideal", "ideal-blend", "signed", "surrogate-only", "iw-opd")
 )
 EXOPD, IW_EXOPD, SURVIVAL = method("exopd"), method("iw-exopd"), method("survival")
+KL, KL_SURVIVAL = method("kl"), method("kl-survival")
+OBJECTIVES = (OPD, KL, SURVIVAL, KL_SURVIVAL, *(method(name) for name in ("forward-kl", "jsd", "top-k-kl")))
 
 
 def faster(variant: Variant, factor: float) -> Variant:

@@ -1,0 +1,61 @@
+"""`iwopd reproduce objectives`: every objective at three learning rates, and the noise of its gradients at equal batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from iwopd.analysis.gradient_noise import GradientNoise
+from iwopd.analysis.reproduce.runs import Runs
+from iwopd.analysis.reproduce.tables import Table, in_words, show
+from iwopd.analysis.reproduce.variants import KL, KL_SURVIVAL, OPD, SURVIVAL, Variant, faster
+
+RATES = (1.0, 2.0, 4.0)
+"""Learning rates that every objective tries, as multiples of --lr."""
+Noises = Mapping[int, Mapping[str, GradientNoise]]
+"""By lineage and title."""
+
+
+def rates_table(runs: Runs, variants: Sequence[Variant], steps: Sequence[int]) -> tuple[Table, dict[str, Any]]:
+    """Accuracy of every objective at each of its learning rates and steps."""
+    columns = ["objective", *(f"step {step}, lr x {rate:g}" for step in steps for rate in RATES)]
+    rows, numbers = [], {}
+    for variant in variants:
+        cells = {(step, rate): runs.accuracy(faster(variant, rate), step) for step in steps for rate in RATES}
+        rows.append([variant.title, *(f"{cell.mean:.1f}" for cell in cells.values())])
+        numbers[variant.title] = {f"step {step}, lr x {rate:g}": cell.mean for (step, rate), cell in cells.items()}
+    return Table(columns, rows), numbers
+
+
+def noise_table(noises: Noises) -> tuple[Table, dict[str, Any]]:
+    """Noise over signal of a batch's gradient, lineage by lineage."""
+    titles = list(next(iter(noises.values()), {}))
+    rows = [[title, *(f"{noises[lineage][title].ratio:.2f}" for lineage in noises)] for title in titles]
+    numbers = {title: [noises[lineage][title].ratio for lineage in noises] for title in titles}
+    return Table(["gradient noise / signal", *(f"lineage {lineage}" for lineage in noises)], rows), numbers
+
+
+def best(runs: Runs, variant: Variant, step: int) -> Variant:
+    """At the learning rate that is best at this step, on these very runs."""
+    return max((faster(variant, rate) for rate in RATES), key=lambda one: runs.accuracy(one, step).mean)
+
+
+def comparisons(runs: Runs, variants: Sequence[Variant], steps: Sequence[int]) -> list[str]:
+    """The registered comparisons first, then every objective against OPD: at the same rate, and each at its best."""
+    words = []
+    for ours, theirs in ((KL, OPD), (KL_SURVIVAL, SURVIVAL)):
+        for step in steps:
+            same = runs.effect(ours, theirs, step)
+            words.append(in_words(f"{ours.title} minus {theirs.title} at step {step}, same learning rate", same))
+    last = steps[-1]
+    opd = best(runs, OPD, last)
+    for variant in variants:
+        if variant is not OPD:
+            ours = best(runs, variant, last)
+            effect = runs.effect(ours, opd, last)
+            words.append(in_words(f"Each at its best learning rate for step {last}, {ours.title} minus {opd.title}", effect))
+    words.append(
+        f"The best of {len(RATES)} learning rates is chosen on these very runs, for every objective: a search, not a test. "
+        f"Base {show(runs.accuracy(OPD, 0))}."
+    )
+    return words
