@@ -32,6 +32,7 @@ from iwopd.rope import fix_rope
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.attention import flash_refuses
+from iwopd.train.kept_states import keeps_states
 from iwopd.train.learner import Learner
 from iwopd.train.loading import (
     check_trainable,
@@ -51,8 +52,6 @@ from iwopd.vocabulary import check_same_tokenizer, check_vocabulary
 Notify = Callable[[str], None]
 HEAD_TOKENS = 256
 """On so many tokens heads are compared, and the student's modes."""
-KEPT_STATES = 2**31
-"""Bytes of the teacher's hidden states that a step may keep in main memory; beyond, the teacher reads its batch twice."""
 TRAINING = 1e-3
 """Largest difference of log-probs between training and eval mode."""
 TRAINING_HALF = 5e-2
@@ -139,8 +138,10 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     heads = check_heads(scorers, order.prompts)
     objective = config.method.made
     whole = _whole_distributions(config, teacher_scorer)
-    states = config.rollout.prompts_per_step * config.rollout.samples * max_tokens * state_bytes(whole)
-    wanted = replace(objective.asks.teacher, states=_keeps_states(objective, whole, states, ranks))
+    most = config.rollout.prompts_per_step * config.rollout.samples * max_tokens * (whole.state_bytes if whole else 0)
+    again = whole is not None and whole.model is not None
+    states = keeps_states(objective, again=again, most=most, ranks=ranks.count)
+    wanted = replace(objective.asks.teacher, states=states)
     learner = Learner(student_scorer.lm, config.optim, objective, ranks, whole)
     check_training_mode(student_scorer.lm, order.prompts)
     # Last, because it may start processes: whatever fails before leaves nothing open.
@@ -193,19 +194,6 @@ def check_support(config: Config, vocabulary: int) -> None:
     if (most := max(asked.student.top_k, asked.teacher.top_k)) > vocabulary:
         where = "method.k" if config.method.made.compared_ids else "k of method.params"
         raise ConfigError(f"{where} is {most}, but the vocabulary has {vocabulary} ids: choose a k of at most that")
-
-
-def state_bytes(whole: Distributions | None) -> int:
-    """Of one token's hidden state as it is kept."""
-    return 0 if whole is None else whole.matrix.weight.shape[1] * whole.matrix.weight.element_size()
-
-
-def _keeps_states(objective: Objective, whole: Distributions | None, most: int, ranks: Ranks) -> bool:
-    """Whether the teacher's states are kept from its scores to the loss, up to `most` bytes; else it reads the batch twice."""
-    if whole is None:
-        return False
-    needed_now = "kl" in objective.needs or whole.model is None  # nobody could compute them again
-    return needed_now or (ranks.count == 1 and most <= KEPT_STATES)
 
 
 def check_heads(scorers: Mapping[str, Scorer | None], prompts: Sequence[Prompt]) -> dict[str, HeadCheck]:

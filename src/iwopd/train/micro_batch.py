@@ -35,6 +35,11 @@ class Distributions:
     def of(cls, scorer: LocalScorer) -> Distributions:
         return cls(scorer.output_matrix(), scorer)
 
+    @property
+    def state_bytes(self) -> int:
+        """Of one token's hidden state as it is kept."""
+        return self.matrix.weight.shape[1] * self.matrix.weight.element_size()
+
     @torch.no_grad()
     def states(self, sequences: Sequences, kept: Tensor | None) -> TokenStates:
         """Of the response tokens, on the device of `sequences`."""

@@ -143,13 +143,13 @@ def _memory(memory: StepMemory, gpus: Accelerators | None, ranks: int, *, loaded
 
 
 def _main_memory(needed: float, ranks: int) -> Iterator[Finding]:
-    """Beside GPUs: teachers on the CPU."""
+    """Beside GPUs: teachers on the CPU, and what a step keeps of its tokens."""
     free = main_memory()
     if not needed or free is None:
         return
     copies = f"{ranks} copies, one for each process," if ranks > 1 else "which"
-    words = f"teachers on the CPU (models.teacher_device), {copies} need about {gigabytes(needed)}; the machine has "
-    remedy = "put the teacher behind a server (teacher.urls), which all processes ask"
+    words = f"teachers on the CPU and distributions kept there, {copies} need about {gigabytes(needed)}; the machine has "
+    remedy = "put the teacher behind a server (teacher.urls), which all processes ask, or lower rollout.prompts_per_step"
     yield _verdict("memory", needed, free, f"{words}{gigabytes(free)} free", remedy)
 
 

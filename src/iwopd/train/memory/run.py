@@ -14,6 +14,7 @@ from iwopd.rollout.local import CACHE_BYTES_CPU, PREFILL_TOKENS
 from iwopd.rollout.sampling import CHUNK_ELEMENTS
 from iwopd.rollout.settings import VllmSettings
 from iwopd.teacher.local import TOKEN_BUDGET_CPU, TOKEN_BUDGET_GPU
+from iwopd.train.kept_states import kept_bytes
 from iwopd.train.memory.shapes import ModelShape
 from iwopd.train.memory.step import NO_WRITER, DeviceMemory, StepMemory, Stored, Tokens, TrainedModel, WriterMemory
 from iwopd.train.teachers import scores_early
@@ -128,15 +129,22 @@ class RunShape:
             on_gpu=gpus > 0,
             writer=self._writer(gpus > 0, memory, ranks),
             whole_distributions=self.config.method.made.needs_teacher_distribution,
+            kept=0.0 if gpus else self.kept(ranks),
         ).step
 
+    def kept(self, ranks: int = 1) -> float:
+        """Bytes that a step keeps of its tokens in main memory beside log-probs."""
+        state = max((teacher.hidden for teacher in self.teachers.values()), default=0) * self.teacher_bytes
+        return kept_bytes(self.config.method.made, tokens=self.rollouts * self.longest, state=state, ranks=ranks)
+
     def in_main_memory(self, ranks: int) -> float:
-        """Bytes of teachers that the processes of a machine have on its CPU while they train on GPUs: each its own copies."""
+        """Bytes that the processes of a machine have on its CPU while they train on GPUs: teachers there, and what steps keep."""
+        kept = ranks * self.kept(ranks)
         if self.config.models.teacher_device != "cpu":
-            return 0.0
+            return kept
         teachers, tokens = self._teachers(1.0), self._batch(TOKEN_BUDGET_CPU, ranks)
         scoring = max((tokens * teacher.reading for teacher in teachers), default=0.0)
-        return ranks * (sum(teacher.weights for teacher in teachers) + scoring)
+        return kept + ranks * (sum(teacher.weights for teacher in teachers) + scoring)
 
     def _teachers(self, share: float) -> tuple[Stored, ...]:
         return tuple(Stored(teacher, self.teacher_bytes, share) for teacher in self.teachers.values())

@@ -182,7 +182,9 @@ class DeviceMemory:
     writer: WriterMemory = NO_WRITER
     offloaded: bool = False
     whole_distributions: bool = False
-    """The loss compares whole distributions: the teacher reads every micro-batch, too."""
+    """The loss compares whole distributions: the teacher reads every micro-batch, too, unless its states were kept."""
+    kept: float = 0.0
+    """Bytes that a step keeps of its tokens beside log-probs, where main memory is the device's."""
 
     @property
     def step(self) -> StepMemory:
@@ -195,6 +197,7 @@ class DeviceMemory:
             "adam": 2 * student.trained / self.shards,
             "teachers": sum(teacher.weights for teacher in self.teachers),
             "reference": 0.0 if self.reference is None else self.reference.weights,
+            "kept evidence": self.kept,
         }
         stages: dict[Stage, Parts] = {"rollouts": self._rollouts, "scores": self._scores}
         stages |= {stage: self._update(stage) for stage in UPDATE}

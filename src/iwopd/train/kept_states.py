@@ -1,0 +1,26 @@
+"""Whether a step keeps the teacher's hidden states from its scores to the loss, and what it keeps of every token."""
+
+from __future__ import annotations
+
+from iwopd.algo.objectives import Objective
+
+KEPT_STATES = 2**31
+"""Bytes of the teacher's hidden states that a step may keep in main memory; beyond, the teacher reads the batch twice."""
+COPIES = 3
+"""Of what is kept of each token: rollout by rollout, as one batch, and in the loss's columns."""
+
+
+def keeps_states(objective: Objective, *, again: bool, most: float, ranks: int) -> bool:
+    """`again`: the teacher's model is in this process and could compute them again; `most`: bytes of a step's states."""
+    if not objective.asks.teacher.states:
+        return False
+    needed_now = "kl" in objective.needs or not again
+    return needed_now or (ranks == 1 and most <= KEPT_STATES)
+
+
+def kept_bytes(objective: Objective, *, tokens: int, state: int, ranks: int = 1) -> float:
+    """Bytes that a step of so many tokens keeps in main memory beside log-probs; `state`: of one hidden state."""
+    support = objective.compared_ids
+    ids = 0 if support is None else support.k * (2 if support.of == "union" else 1)
+    states = state if keeps_states(objective, again=True, most=tokens * state, ranks=ranks) else 0
+    return float(tokens * (COPIES * ids * (8 + 4) + 2 * states))
