@@ -89,7 +89,7 @@ def test_a_step_by_hand() -> None:
     teachers = (Stored(shape, 2), Stored(shape, 2, 0.5))
     step = DeviceMemory(student=student, tokens=TOKENS, teachers=teachers, reference=Stored(shape, 4)).step
     state = {"weights": 4 * SIZE, "masters": 0, "adam": 8 * SIZE, "teachers": 3 * SIZE, "reference": 4 * SIZE}
-    assert step.state == state
+    assert step.state == {**state, "kept evidence": 0}
     sums = 4 * (2 + 2 * 4 + 2)  # of norms and of the softmax
     layer = (8 + 2 * 4 + 5 * 2) * 64 + (4 + 3 * 2) * (64 + 32) + 2 * 64 + 4 * 2 * 128 + sums
     assert student.on_its_way.saved_by_layer == layer

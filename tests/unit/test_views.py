@@ -71,7 +71,7 @@ def test_only_what_is_wanted_is_there_and_no_tokens_have_it_too() -> None:
 
 
 def test_a_rest_of_nothing_is_floored_and_tiny_ones_are_exact() -> None:
-    weight = torch.tensor([[0.0], [-30.0], [-40.0]], dtype=torch.float64)
+    weight = torch.tensor([[0.0], [-30.0], [-60.0]], dtype=torch.float64)
     found = token_scores(torch.ones(1, 1, dtype=torch.float64), weight, torch.tensor([0]), Wanted(top_k=1))
     assert found.rest is not None
     assert float(found.rest) == REST_FLOOR  # e^-30, below the floor

@@ -138,7 +138,7 @@ class RunShape:
         return kept_bytes(self.config.method.made, tokens=self.rollouts * self.longest, state=state, ranks=ranks)
 
     def in_main_memory(self, ranks: int) -> float:
-        """Bytes that the processes of a machine have on its CPU while they train on GPUs: teachers there, and what steps keep."""
+        """Bytes that the processes of a machine have on its CPU while they train on GPUs: teachers, and what steps keep."""
         kept = ranks * self.kept(ranks)
         if self.config.models.teacher_device != "cpu":
             return kept
