@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import json
 import math
+import sys
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -56,6 +57,11 @@ class TeacherServer(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
             raise ServingError(f"cannot listen on {host}:{port}: {error}") from None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has left is no news."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
