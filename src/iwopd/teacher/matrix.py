@@ -22,8 +22,8 @@ CHECKED = 16
 """Tokens of each look whose log-probs are computed again: each costs a product with the whole matrix."""
 TOLERANCE = 1e-2
 TOLERANCE_HALF = 0.1
-"""Largest difference between a log-prob that a server sends and the one that its states and matrix make: float16 changes
-log-probs by less than 0.01 (`bench/wire.py`); states of other tokens, or another matrix, change them by several nats."""
+"""Largest difference between a log-prob that a server sends and the one that its states and matrix make. Rounding the states
+changes log-probs by 0.001 in float16, by 0.01 in bfloat16 (`bench/wire.py`); another matrix changes them by several nats."""
 
 
 def matrix_facts(servers: Servers, model: str | None) -> wire.MatrixFacts:
