@@ -76,7 +76,7 @@ bench: setup
 	@$(BIN)/python bench/code_check.py
 	@$(BIN)/python bench/overlap.py
 	@$(BIN)/python bench/plan.py
-	@$(BIN)/python bench/head_precision.py
+	@$(BIN)/python bench/wire.py
 	@$(BIN)/python bench/long.py
 
 demo: setup

@@ -166,7 +166,7 @@ def test_a_server_that_comes_back_is_used_again() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     patient = scorer(f"http://127.0.0.1:{port}", patience=30.0)
-    patient.notify = said.append
+    patient.servers.notify = said.append
     results: list[list[torch.Tensor]] = []
     thread = threading.Thread(target=lambda: results.append(patient.score(asked)))
     thread.start()
@@ -183,7 +183,7 @@ def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, capfd:
     said: list[str] = []
     with hostile_teacher(["503", "503", "503", "503", "honest"]) as teacher:
         keyed = scorer(teacher.url, api_key_env=VARIABLE)
-        keyed.notify = said.append
+        keyed.servers.notify = said.append
         keyed.score(rollouts(1))
         assert set(teacher.keys) == {f"Bearer {KEY}"}
         assert said

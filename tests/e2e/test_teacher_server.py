@@ -277,6 +277,37 @@ def test_training_with_a_server_is_training_with_a_local_teacher(
     assert_same_training(remote, local, start=Path(pair["models"]["student"]))
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"divergence": "reverse-kl", "support": "full"},
+        {"divergence": "forward-kl", "support": "top-k", "k": 4, "support_of": "teacher"},
+        {"divergence": "jsd", "support": "top-k", "k": 4, "support_of": "union"},
+    ],
+    ids=lambda method: f"{method['divergence']} {method['support']}",
+)
+def test_distributions_of_a_server_train_as_those_of_a_local_teacher(
+    method: dict[str, Any], pair: dict[str, Any], server: str, tmp_path: Path
+) -> None:
+    """With one step of Adam after the other, float16 states leave the weights equal to 1e-3 of what training moves them."""
+    chosen = {"method": {"objective": "divergence", **method}}
+    here = trained(pair, tmp_path / "here", **chosen)
+    away = trained(pair, tmp_path / "away", **chosen, teacher={"urls": [server], "dialect": "iwopd", "tokens_per_request": 100})
+    before, after, others = load_file(Path(pair["models"]["student"]) / "model.safetensors"), weights(here), weights(away)
+    moved = torch.cat([(after[name] - before[name]).flatten() for name in after])
+    apart = torch.cat([(after[name] - others[name]).flatten() for name in after])
+    assert float(moved.abs().max()) > 1e-3
+    assert float(apart.norm()) < (1e-2 if method["support"] == "full" else 1e-4) * float(moved.norm())
+
+
+def test_what_a_server_cannot_give_is_refused_before_training(pair: dict[str, Any], server: str, tmp_path: Path) -> None:
+    method = {"objective": "divergence", "divergence": "forward-kl", "support": "top-k", "k": 4}
+    with pytest.raises(UserError, match=r"teacher\.dialect is 'vllm'.*hidden states"):
+        make_config({**pair, "method": {"objective": "divergence"}, "teacher": {"urls": [server]}})
+    with pytest.raises(UserError, match=r"prompt_logprobs is 4.*teacher\.dialect = 'iwopd'"):
+        trained(pair, tmp_path / "run", method=method, teacher={"urls": [server]})
+
+
 def test_the_doctor_tries_every_replica(pair: dict[str, Any], server: str, processes: Processes, tmp_path: Path) -> None:
     """One of two replicas serves another model: half of the scores would be wrong."""
     folder = Path(pair["models"]["teacher"]).parent

@@ -16,14 +16,18 @@ from hostile_teacher import honest, truth
 from iwopd.config import ConfigError, config_toml, load_config, make_config
 from iwopd.data.chat import ChatError
 from iwopd.data.teacher_view import PromptTemplate, teacher_prompt
-from iwopd.teacher.dialects import DIALECTS, TokenSequence
+from iwopd.teacher.dialects import DIALECTS
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.prompted import PromptedScorer
+from iwopd.teacher.questions import TokenSequence
+from iwopd.teacher.refusals import RefusalError
 from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.scorer import Scorer
-from iwopd.teacher.serving import RefusalError, ServingError, TeacherServer, completion, read_request
+from iwopd.teacher.serving import ServingError, TeacherServer, completion, read_request
 from iwopd.teacher.serving_model import ServingModel
+from iwopd.teacher.sglang_dialect import SglangDialect
+from iwopd.teacher.vllm_dialect import VllmDialect
 from iwopd.train.pipeline import Scoring
 from iwopd.train.teachers import scores_early
 from iwopd.types import Prompt, Rollout
@@ -46,17 +50,18 @@ def sglang_answer() -> list[dict[str, Any]]:
 
 
 def test_both_dialects_read_the_same_log_probs() -> None:
-    wanted = [truth(sequence.ids)[sequence.start - 1 :] for sequence in SEQUENCES]
-    assert DIALECTS["vllm"].scores(honest([sequence.ids for sequence in SEQUENCES]), SEQUENCES) == wanted
-    assert DIALECTS["sglang"].scores(sglang_answer(), SEQUENCES) == wanted
-    assert DIALECTS["sglang"].drawn(sglang_answer()).id == 9
+    wanted = [torch.tensor(truth(sequence.ids)[sequence.start - 1 :]) for sequence in SEQUENCES]
+    vllm_answer = honest([sequence.ids for sequence in SEQUENCES])
+    for found in (VllmDialect().scores(vllm_answer, SEQUENCES), SglangDialect().scores(sglang_answer(), SEQUENCES)):
+        assert all(torch.equal(one.logprobs, other) for one, other in zip(found, wanted, strict=True))
+    assert DIALECTS["sglang"]().drawn(sglang_answer()).id == 9
 
 
 def test_what_is_asked() -> None:
-    body = DIALECTS["vllm"].scoring("m", SEQUENCES)
+    body = DIALECTS["vllm"]().scoring("m", SEQUENCES)
     assert body["prompt"] == [[1, 2, 3, 4, 5], [6, 7, 8]]
     assert (body["max_tokens"], body["prompt_logprobs"], body["return_token_ids"]) == (1, 0, True)
-    body = DIALECTS["sglang"].scoring("m", SEQUENCES)
+    body = DIALECTS["sglang"]().scoring("m", SEQUENCES)
     assert body["logprob_start_len"] == [1, 0]
     assert body["sampling_params"]["max_new_tokens"] == 0
 
@@ -84,7 +89,7 @@ def spoil(change: Any) -> Any:
 )
 def test_sglangs_answers_are_not_believed(answer: Any, message: str) -> None:
     with pytest.raises(TeacherError, match=message):
-        DIALECTS["sglang"].scores(answer, SEQUENCES)
+        DIALECTS["sglang"]().scores(answer, SEQUENCES)
 
 
 # --- routes ----------------------------------------------------------------------------------------------------------
@@ -282,28 +287,32 @@ def test_our_server_refuses_what_it_cannot_do(change: dict[str, Any], status: in
     assert refusal.value.status == status
 
 
+def whole(*ids: int) -> TokenSequence:
+    """As a completion scores it: all but the first id."""
+    return TokenSequence(ids, 1)
+
+
 def test_our_servers_answer_is_read_by_our_client(serving: ServingModel) -> None:
-    ids = [[1, 2, 3, 4, 5], [6, 7, 8]]
-    request = {"prompt": ids, "max_tokens": 1}
+    dialect = DIALECTS["vllm"]()
+    request = {"prompt": [[1, 2, 3, 4, 5], [6, 7, 8]], "max_tokens": 1}
     sequences, draw = read_request(request, "m", serving)
-    assert (sequences, draw) == (ids, False)
-    found = DIALECTS["vllm"].scores(completion("m", ids, serving.score(ids)), SEQUENCES)
-    whole = serving.scorer.score([Rollout(Prompt("", (1, 2)), torch.tensor([3, 4, 5]), torch.zeros(3), "length")])
-    assert found[0] == pytest.approx(whole[0].tolist(), abs=1e-5)
+    assert (sequences, draw) == ([whole(1, 2, 3, 4, 5), whole(6, 7, 8)], False)
+    found = dialect.scores(completion("m", sequences, serving.score(sequences)), SEQUENCES)
+    [there] = serving.scorer.score([Rollout(Prompt("", (1, 2)), torch.tensor([3, 4, 5]), torch.zeros(3), "length")])
+    assert torch.allclose(found[0].logprobs, there, atol=1e-5)
     assert serving.scorer.lm.vocab_size == 21
     sequences, draw = read_request({**request, "logprobs": 0}, "m", serving)
     assert draw
-    drawn = DIALECTS["vllm"].drawn(completion("m", ids[:1], serving.score(ids[:1], draw=True)))
-    [[score]] = DIALECTS["vllm"].scores(
-        completion("m", [[*ids[0], drawn.id]], serving.score([[*ids[0], drawn.id]])), [TokenSequence((*ids[0], drawn.id), 5)]
-    )
-    assert score == pytest.approx(drawn.logprob, abs=1e-5)
+    drawn = dialect.drawn(completion("m", sequences[:1], serving.score(sequences[:1], draw=True)))
+    longer = whole(1, 2, 3, 4, 5, drawn.id)
+    [scores] = dialect.scores(completion("m", [longer], serving.score([longer])), [longer])
+    assert float(scores.logprobs[-1]) == pytest.approx(drawn.logprob, abs=1e-5)
 
 
 def test_concurrent_requests_become_one_batch(serving: ServingModel) -> None:
     def ask() -> None:
         for _ in range(5):
-            serving.score([[1, 2, 3, 4]])
+            serving.score([whole(1, 2, 3, 4)])
 
     before = serving.batches
     threads = [threading.Thread(target=ask) for _ in range(16)]
@@ -320,12 +329,12 @@ def test_a_model_that_is_broken_says_so_and_the_server_lives_on() -> None:
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)
     with pytest.raises(RefusalError, match="not numbers"):
-        completion("m", [[1, 2]], serving.score([[1, 2]]))
+        completion("m", [whole(1, 2)], serving.score([whole(1, 2)]))
     with pytest.raises(ValueError, match="the vocabulary ends at 20"):
-        serving.score([[1, 10**6]])  # what the door would have refused
+        serving.score([whole(1, 10**6)])  # what the door would have refused
     with torch.no_grad():
         model.model.norm.weight.fill_(1.0)
-    assert serving.score([[1, 2]]).logprobs[0][0] < 0
+    assert serving.score([whole(1, 2)]).scores[0].logprobs[0] < 0
 
 
 def test_without_a_token_only_this_machine_is_served() -> None:

@@ -1,5 +1,6 @@
 """Serve a model as a teacher: other processes and machines have their rollouts scored by it. It speaks the same language as
-vLLM's completions (prompt_logprobs), which is the better choice where vLLM runs; this one needs nothing but transformers.
+vLLM's completions (prompt_logprobs), which is the better choice where vLLM runs; this one needs nothing but transformers, and
+says more (teacher.dialect = 'iwopd'): entropies, likeliest ids, log-probs of chosen ids, whole distributions.
 
 It listens on this machine only, unless the environment variable that --token-env names holds a secret; clients name the
 variable that holds it on their side with --teacher.api_key_env.
@@ -19,7 +20,7 @@ HELP = "let other processes have their rollouts scored by a model"
 EPILOG = """\
 examples:
   iwopd serve-teacher Qwen/Qwen3-4B-Instruct-2507 --device cuda --dtype bfloat16
-  iwopd train recipe.toml --teacher.urls "['http://127.0.0.1:8011']"
+  iwopd train recipe.toml --teacher.urls "['http://127.0.0.1:8011']" --teacher.dialect iwopd
 """
 
 
@@ -34,6 +35,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--token-budget", type=int, help="tokens that go through the model at a time")
     parser.add_argument("--vocab-size", type=int, help="ids that can occur, without padding rows (default: its tokenizer's)")
+    states = "how a float32 model's hidden states travel: in 16 bits, or as they are (default: 16-bit)"
+    parser.add_argument("--states", choices=("16-bit", "float32"), default="16-bit", help=states)
     parser.add_argument("--max-length", type=int, help="longest sequence, one token more included (default: the model's)")
 
 
@@ -59,7 +62,10 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             print(note, flush=True)
         trust = options.trust_remote_code
         ids = served_vocabulary(options.model, model, given=options.vocab_size, trust_remote_code=trust)
-        server.model = ServingModel(model, vocab_size=ids, max_length=length, token_budget=options.token_budget)
+        half = options.states == "16-bit"
+        server.model = ServingModel(
+            model, vocab_size=ids, max_length=length, token_budget=options.token_budget, half_states=half
+        )
         _stop_on_signals(server)
         print(f"serving {server.name} at {server.url} ({ids} ids, {length} tokens); stop with Ctrl-C", flush=True)
         server.serve_forever()

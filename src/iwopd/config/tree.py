@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from iwopd.config.cluster import Cluster
-from iwopd.config.distributions import in_words, refusal
+from iwopd.config.distributions import in_words
 from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
 from iwopd.config.inputs import Data, Lora, Models
 from iwopd.config.method import Method
@@ -78,10 +78,8 @@ class Config(Section):
     def _teacher_can_do_it(self) -> Self:
         made = self.method.made
         wanted = made.asks.teacher
-        sections = {"teacher": self.teacher, **{f"teacher.others.{name}": one for name, one in self.teacher.others.items()}}
-        for section, source in sections.items():
-            if source.urls and (why := refusal(wanted.names, source.dialect, section)):
-                raise ValueError(f"the method ({made.who}) needs {in_words(wanted.names)} of the teacher. {why}")
+        if (words := self.teacher.cannot_give(wanted.names)) is not None:
+            raise ValueError(f"the method ({made.who}) needs {in_words(wanted.names)} of the teacher. {words}")
         if wanted.states and self.teacher.others:
             raise ValueError(
                 f"the method ({made.who}) needs the teacher's whole distributions, and several teachers have several output "

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from iwopd.teacher.dialects import Dialect, TokenSequence
-from iwopd.teacher.errors import TeacherError
+import torch
+
+from iwopd.algo.views import NOTHING, TokenScores, Wanted
+from iwopd.config.distributions import in_words
+from iwopd.http_clients import parse
+from iwopd.teacher.errors import TeacherError, TeacherGoneError
+from iwopd.teacher.questions import Dialect, TokenSequence
 
 TOLERANCE = 0.5
 """Largest difference of two log-probs of one token: half-precision servers compute them with different kernels."""
@@ -19,11 +24,13 @@ class AskedServer(Protocol):
 
     @property
     def dialect(self) -> Dialect: ...
-    def ask(self, path: str, body: Any = None) -> dict[str, Any]: ...
-    def score_ids(self, sequences: Sequence[TokenSequence]) -> list[list[float]]: ...
+    def ask(self, path: str, body: Any = None, read: Callable[[bytes], Any] = parse) -> dict[str, Any]: ...
+    def look_at(self, sequences: Sequence[TokenSequence], wanted: Wanted = NOTHING) -> list[TokenScores]: ...
 
 
-def check_server(scorer: AskedServer, *, vocab_size: int, longest: int, examples: Sequence[Sequence[int]]) -> None:
+def check_server(
+    scorer: AskedServer, *, vocab_size: int, longest: int, examples: Sequence[Sequence[int]], wanted: Wanted = NOTHING
+) -> None:
     """Check every server that responds; `longest` is the longest prompt plus answer, `examples` are prompts.
 
     This cannot check that the server's ids mean the same as ours: `iwopd doctor` compares the tokenizers, if the
@@ -33,6 +40,8 @@ def check_server(scorer: AskedServer, *, vocab_size: int, longest: int, examples
     _check_largest_id(scorer, vocab_size)
     for ids in examples:
         _check_alignment(scorer, ids)
+    if wanted != NOTHING:
+        _check_wanted(scorer, wanted, vocab_size)
 
 
 def _check_model(scorer: AskedServer, vocab_size: int, longest: int) -> None:
@@ -79,7 +88,7 @@ def _check_largest_id(scorer: AskedServer, vocab_size: int) -> None:
     """Servers reject ids that they do not have."""
     last = vocab_size - 1
     try:
-        scorer.score_ids([TokenSequence((0, last), 1)])
+        scorer.look_at([TokenSequence((0, last), 1)])
     except TeacherError as error:
         raise type(error)(f"the largest id of the student's tokenizer, {last}, cannot be scored: {error}") from None
 
@@ -87,15 +96,30 @@ def _check_largest_id(scorer: AskedServer, vocab_size: int) -> None:
 def _check_alignment(scorer: AskedServer, ids: Sequence[int]) -> None:
     """Let the server sample a token, then score it: both log-probs must agree."""
     dialect = scorer.dialect
-    for url, answer in scorer.ask(dialect.path, dialect.drawing(scorer.model, ids)).items():
+    for url, answer in scorer.ask(dialect.drawing_path, dialect.drawing(scorer.model, ids)).items():
         drawn = dialect.drawn(answer)
         sequence = TokenSequence((*ids, drawn.id), len(ids))
-        again = scorer.ask(dialect.path, dialect.scoring(scorer.model, [sequence]))
+        again = scorer.ask(dialect.path, dialect.scoring(scorer.model, [sequence]), dialect.parse)
         if url not in again:
             continue  # it has become unreachable
-        [[score]] = dialect.scores(again[url], [sequence])
+        score = float(dialect.scores(again[url], [sequence])[0].logprobs)
         if abs(score - drawn.logprob) > TOLERANCE:
             raise TeacherError(
                 f"the teacher at {url} drew id {drawn.id} with log-prob {drawn.logprob:.3f}, and scores it with {score:.3f}: "
                 "its scores are shifted by a token, or taken at another temperature"
             )
+
+
+def _check_wanted(scorer: AskedServer, wanted: Wanted, vocab_size: int) -> None:
+    """Every server must give what training will ask of it."""
+    dialect, last = scorer.dialect, vocab_size - 1
+    sequence = TokenSequence((0, last), 1, torch.tensor([[0, last]]) if wanted.chosen else None)
+    try:
+        scorer.look_at([sequence], wanted)
+        for answer in scorer.ask(dialect.path, dialect.scoring(scorer.model, [sequence], wanted), dialect.parse).values():
+            dialect.scores(answer, [sequence], wanted)
+    except TeacherGoneError:
+        raise
+    except TeacherError as error:
+        asked = in_words(wanted.names) + (f", k = {wanted.top_k}" if wanted.top_k else "")
+        raise TeacherError(f"the teacher does not give what the method asks for ({asked}): {error}. {dialect.limits}") from None

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from iwopd.teacher.scorer import HasModel, Scorer, ScoringPath
+from iwopd.algo.views import NOTHING, TokenScores, Wanted
+from iwopd.teacher.scorer import HasModel, OutputMatrix, Scorer, ScoringPath
 from iwopd.types import Prompt, Rollout
 
 
@@ -20,10 +21,25 @@ class PromptedScorer(Scorer):
         self.here = scorer.here
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        """Prompts of evaluation tasks that are no chats stay as they are."""
+        return self.scorer.score(self._seen(rollouts))
+
+    def look(
+        self, rollouts: Sequence[Rollout], wanted: Wanted = NOTHING, chosen: Sequence[Tensor] | None = None
+    ) -> list[TokenScores]:
+        return self.scorer.look(self._seen(rollouts), wanted, chosen)
+
+    def _seen(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """As the teacher sees them. Prompts of evaluation tasks that are no chats stay as they are."""
         prompts = (rollout.prompt for rollout in rollouts)
         seen = [self.change(prompt) if "messages" in prompt.metadata else prompt for prompt in prompts]
-        return self.scorer.score([replace(rollout, prompt=prompt) for rollout, prompt in zip(rollouts, seen, strict=True)])
+        return [replace(rollout, prompt=prompt) for rollout, prompt in zip(rollouts, seen, strict=True)]
+
+    @property
+    def gives(self) -> frozenset[str]:  # type: ignore[override]
+        return self.scorer.gives
+
+    def output_matrix(self) -> OutputMatrix:
+        return self.scorer.output_matrix()
 
     def local(self, name: str) -> dict[str, HasModel]:
         return self.scorer.local(name)
@@ -32,6 +48,7 @@ class PromptedScorer(Scorer):
         """Those of the scorer inside: it must be right about any prompt, so also about the student's."""
         yield from self.scorer.paths(name)
 
-    def try_out(self, prompts: Sequence[Prompt], *, vocab_size: int, max_tokens: int) -> None:
+    def try_out(self, prompts: Sequence[Prompt], *, vocab_size: int, max_tokens: int, wanted: Wanted = NOTHING) -> None:
         """The template must fit every prompt, and the scorer inside takes what it makes of them."""
-        self.scorer.try_out([self.change(prompt) for prompt in prompts], vocab_size=vocab_size, max_tokens=max_tokens)
+        seen = [self.change(prompt) for prompt in prompts]
+        self.scorer.try_out(seen, vocab_size=vocab_size, max_tokens=max_tokens, wanted=wanted)

@@ -73,8 +73,8 @@ class Scorer(ABC):
         """Every path to its log-probs: each of several teachers, each replica of a server."""
         yield ScoringPath(f"{name} ({type(self).__name__})", name, self, half=True)
 
-    def try_out(self, prompts: Sequence[Prompt], *, vocab_size: int, max_tokens: int) -> None:
-        """Refuse before training what would fail during it. `prompts` are all that it will see."""
+    def try_out(self, prompts: Sequence[Prompt], *, vocab_size: int, max_tokens: int, wanted: Wanted = NOTHING) -> None:
+        """Refuse before training what would fail during it. `prompts` are all that it will see, `wanted` what it is asked."""
         return
 
 

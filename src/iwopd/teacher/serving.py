@@ -4,6 +4,8 @@ with vLLM's `prompt_logprobs` and `return_token_ids`, so one client works with b
     GET  /health           200 when it is up
     GET  /v1/models        its one model, with vocab_size and max_model_len
     POST /v1/completions   log-probs of token ids at temperature 1; it generates one token at most
+    POST /v1/iwopd/scores  log-probs, entropies, likeliest ids, log-probs of chosen ids, hidden states (`wire`)
+    POST /v1/iwopd/matrix  rows of the output matrix, which makes distributions of hidden states
 
 Without a token it listens on this machine only.
 """
@@ -13,14 +15,19 @@ from __future__ import annotations
 import hmac
 import json
 import math
+import sys
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from iwopd.errors import UserError
 from iwopd.http_clients import LOOPBACK
-from iwopd.teacher.dialects import IMPOSSIBLE
+from iwopd.teacher import wire
+from iwopd.teacher.json_answers import IMPOSSIBLE
+from iwopd.teacher.questions import TokenSequence
+from iwopd.teacher.refusals import RefusalError, check_ids, check_model
 from iwopd.teacher.serving_model import Scored, ServingModel
+from iwopd.teacher.serving_scores import answer_matrix, answer_scores
 
 MOST_BYTES = 2**26
 """Largest request."""
@@ -30,14 +37,6 @@ IDLE_SECONDS = 120
 
 class ServingError(UserError, RuntimeError):
     """A server that cannot be started as asked."""
-
-
-class RefusalError(Exception):
-    """A request that is not answered: HTTP status and message."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class TeacherServer(ThreadingHTTPServer):
@@ -59,6 +58,11 @@ class TeacherServer(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             raise ServingError(f"cannot listen on {host}:{port}: {error}") from None
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has left is no news."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     @property
     def url(self) -> str:
         return f"http://{self.server_address[0]!s}:{self.server_address[1]}"
@@ -73,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"/health": dict, "/v1/models": self._models})
 
     def do_POST(self) -> None:
-        self._answer({"/v1/completions": self._completions})
+        self._answer({"/v1/completions": self._completions, wire.SCORES: self._scores, wire.MATRIX: self._matrix})
 
     def _answer(self, routes: Mapping[str, Any]) -> None:
         try:
@@ -103,24 +107,34 @@ class _Handler(BaseHTTPRequestHandler):
         return {"object": "list", "data": [{**card, "max_model_len": model.max_length, "vocab_size": model.vocab_size}]}
 
     def _completions(self) -> dict[str, Any]:
-        sequences, draw = read_request(self._body(), self.server.name, self.server.model)
+        sequences, draw = read_request(self._json(), self.server.name, self.server.model)
         return completion(self.server.name, sequences, self.server.model.score(sequences, draw=draw))
 
-    def _body(self) -> Any:
+    def _scores(self) -> bytes:
+        return answer_scores(self._body(), self.server.name, self.server.model)
+
+    def _matrix(self) -> bytes:
+        return answer_matrix(self._json(), self.server.name, self.server.model)
+
+    def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
         if not length.isdigit() or int(length) > MOST_BYTES:
             self.close_connection = True
             raise RefusalError(413, f"a request needs a Content-Length of at most {MOST_BYTES}")
+        return self.rfile.read(int(length))
+
+    def _json(self) -> Any:
         try:
-            return json.loads(self.rfile.read(int(length)))
+            return json.loads(self._body())
         except (ValueError, RecursionError) as error:
             raise RefusalError(400, f"the request is not JSON: {error}") from None
 
     def _send(self, status: int, content: Any) -> None:
-        data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+        binary = isinstance(content, bytes)
+        data = content if binary else json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
         try:
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", "application/octet-stream" if binary else "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -131,15 +145,15 @@ class _Handler(BaseHTTPRequestHandler):
         """Do not log requests."""
 
 
-def read_request(request: Any, name: str, model: ServingModel) -> tuple[list[list[int]], bool]:
-    """Token ids to score, and whether to sample one more token with its log-prob."""
+def read_request(request: Any, name: str, model: ServingModel) -> tuple[list[TokenSequence], bool]:
+    """Sequences to score, and whether to sample one more token with its log-prob."""
     if not isinstance(request, dict):
         raise RefusalError(400, "a request is a JSON object")
-    if request.get("model") not in (None, name):
-        raise RefusalError(404, f"the model {request['model']!r} is not here, only {name!r}")
+    check_model(request.get("model"), name)
     for key, allowed in (("max_tokens", (0, 1)), ("temperature", (1, None)), ("prompt_logprobs", (0, None)), ("n", (1, None))):
         if request.get(key) not in allowed:
-            raise RefusalError(400, f"{key} is {request.get(key)!r}; this server only scores, and takes {allowed[0]}")
+            more = ", and gives likeliest ids to teacher.dialect = 'iwopd' only" if key == "prompt_logprobs" else ""
+            raise RefusalError(400, f"{key} is {request.get(key)!r}; this server only scores, and takes {allowed[0]}{more}")
     prompt = request.get("prompt")
     sequences = [prompt] if isinstance(prompt, list) and prompt and not isinstance(prompt[0], list) else prompt
     if not isinstance(sequences, list) or not sequences:
@@ -147,28 +161,25 @@ def read_request(request: Any, name: str, model: ServingModel) -> tuple[list[lis
     for ids in sequences:
         if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
             raise RefusalError(400, "prompt must be a list of token ids, or a list of such lists, none of them empty")
-        wrong = next((i for i in ids if not 0 <= i < model.vocab_size), None)
-        if wrong is not None:
-            raise RefusalError(400, f"token id {wrong} is out of vocabulary: the model has {model.vocab_size} ids")
-        if len(ids) + 1 > model.max_length:
-            found = f"a prompt of {len(ids)} tokens and one more"
-            raise RefusalError(400, f"{found} do not fit into the {model.max_length} of the model")
-    return sequences, request.get("max_tokens") == 1 and request.get("logprobs") is not None
+        check_ids(ids, model)
+    draw = request.get("max_tokens") == 1 and request.get("logprobs") is not None
+    return [TokenSequence(tuple(ids), 1) for ids in sequences], draw
 
 
-def completion(name: str, sequences: list[list[int]], scored: Scored) -> dict[str, Any]:
+def completion(name: str, sequences: list[TokenSequence], scored: Scored) -> dict[str, Any]:
     """The response, in vLLM's format."""
     choices = []
-    for index, (ids, logprobs) in enumerate(zip(sequences, scored.logprobs, strict=True)):
+    for index, (sequence, scores) in enumerate(zip(sequences, scored.scores, strict=True)):
+        ids, logprobs = sequence.ids, scores.logprobs.tolist()
         if any(math.isnan(value) for value in logprobs):
             raise RefusalError(422, "the model's log-probs are not numbers: its weights may hold NaN")
         entries = [{str(i): {"logprob": max(value, IMPOSSIBLE)}} for i, value in zip(ids[1:], logprobs, strict=True)]
         choice = {"index": index, "text": "", "finish_reason": "length", "logprobs": None, "token_ids": []}
-        choice.update({"prompt_token_ids": ids, "prompt_logprobs": [None, *entries]})
+        choice.update({"prompt_token_ids": list(ids), "prompt_logprobs": [None, *entries]})
         if scored.drawn:
             drawn = scored.drawn[index]
             choice.update({"token_ids": [drawn.id], "logprobs": {"token_logprobs": [max(drawn.logprob, IMPOSSIBLE)]}})
         choices.append(choice)
-    count = sum(len(ids) for ids in sequences)
+    count = sum(len(sequence.ids) for sequence in sequences)
     usage = {"prompt_tokens": count, "completion_tokens": len(scored.drawn), "total_tokens": count + len(scored.drawn)}
     return {"object": "text_completion", "model": name, "choices": choices, "usage": usage}

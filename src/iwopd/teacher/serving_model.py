@@ -1,4 +1,4 @@
-"""A model that scores for many clients at once: all requests that wait when it is free become its next batch."""
+"""A model that scores for many clients at once: all requests of a kind that wait when it is free become its next batch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import queue
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.lm import Sequences, default_head_precision
 from iwopd.model_facts import output_rows
 from iwopd.models import ModelError, brings_tokenizer, load_tokenizer
 from iwopd.own_head import plain_logits
-from iwopd.teacher.dialects import Drawn
+from iwopd.teacher import wire
 from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.questions import Drawn, TokenSequence
 from iwopd.types import Prompt, Rollout
 
 MOST_TOKENS = 2**18
@@ -24,26 +28,46 @@ MOST_TOKENS = 2**18
 
 @dataclass
 class _Job:
-    sequences: list[list[int]]
+    sequences: list[TokenSequence]
+    wanted: Wanted
     draw: bool
     future: Future[Scored] = field(default_factory=Future)
+
+    @property
+    def kind(self) -> tuple[Wanted, int]:
+        """Jobs of one kind go through the model together."""
+        chosen = self.sequences[0].chosen
+        return self.wanted, 0 if chosen is None else chosen.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sequence.ids) for sequence in self.sequences)
 
 
 @dataclass(frozen=True)
 class Scored:
     """The answer to one request."""
 
-    logprobs: list[list[float]]
-    """Of each sequence's second id and all after it."""
+    scores: list[TokenScores]
+    """Of each sequence's tokens from `start` on."""
     drawn: list[Drawn]
     """One more token per sequence, where it was asked for."""
 
 
 class ServingModel:
-    """Log-probs of whole token sequences at temperature 1, from one thread that owns the model."""
+    """What a model says of token sequences at temperature 1, from one thread that owns it."""
 
-    def __init__(self, model: Any, *, vocab_size: int, max_length: int, token_budget: int | None = None) -> None:
-        self.vocab_size, self.max_length = vocab_size, max_length
+    def __init__(
+        self,
+        model: Any,
+        *,
+        vocab_size: int,
+        max_length: int,
+        token_budget: int | None = None,
+        half_states: bool = True,
+    ) -> None:
+        """`half_states`: hidden states of a model in float32 are sent in 16 bits (`wire.half_states`)."""
+        self.vocab_size, self.max_length, self.half_states = vocab_size, max_length, half_states
         precision = default_head_precision(model)
         self.scorer = LocalScorer(model, vocab_size=vocab_size, token_budget=token_budget, head_precision=precision)
         self.batches = 0
@@ -51,36 +75,64 @@ class ServingModel:
         ids = torch.randint(vocab_size, (min(32, max_length),), generator=torch.Generator().manual_seed(0))
         self.scorer.check_head(Sequences.build([ids[:1]], [ids[1:]]))
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._held: _Job | None = None
         threading.Thread(target=self._work, daemon=True).start()
 
-    def score(self, sequences: list[list[int]], *, draw: bool = False) -> Scored:
+    def score(self, sequences: list[TokenSequence], wanted: Wanted = NOTHING, *, draw: bool = False) -> Scored:
         """Wait for the scores; called from any thread."""
-        job = _Job(sequences, draw)
+        job = _Job(sequences, wanted, draw)
         self._jobs.put(job)
         return job.future.result()
 
+    @cached_property
+    def matrix(self) -> tuple[wire.MatrixFacts, Tensor, Tensor | None]:
+        """The rows of real ids of the output matrix [V, H], its bias [V], and what clients are told of them."""
+        weight, bias = self.scorer.lm.head
+        weight, bias = weight.detach()[: self.vocab_size], None if bias is None else bias.detach()[: self.vocab_size]
+        dtype = next((name for name, one in wire.DTYPES.items() if one == weight.dtype), "float32")
+        weight, bias = weight.to(wire.DTYPES[dtype]), None if bias is None else bias.to(wire.DTYPES[dtype])
+        shape = (int(weight.shape[0]), int(weight.shape[1]))
+        precision = self.scorer.lm.head_precision
+        return wire.MatrixFacts(shape, dtype, bias is not None, precision, wire.digest(weight, bias)), weight, bias
+
     def _work(self) -> None:
         while True:
-            jobs = [self._jobs.get()]
-            while sum(len(ids) for job in jobs for ids in job.sequences) < MOST_TOKENS and not self._jobs.empty():
-                jobs.append(self._jobs.get())
+            jobs = self._batch()
             self.batches += 1
             try:
-                scores = iter(self.scorer.score([_rollout(ids) for job in jobs for ids in job.sequences]))
+                found = iter(self._look(jobs))
                 for job in jobs:
-                    logprobs = [next(scores).tolist() for _ in job.sequences]
-                    job.future.set_result(Scored(logprobs, [self._draw(ids) for ids in job.sequences] if job.draw else []))
+                    scores = [next(found) for _ in job.sequences]
+                    job.future.set_result(Scored(scores, [self._draw(one) for one in job.sequences] if job.draw else []))
             except Exception as error:  # each client is told; the thread lives on
                 for job in jobs:
                     if not job.future.done():
                         job.future.set_exception(error)
 
+    def _batch(self) -> list[_Job]:
+        """What waits, up to a limit; the first that is of another kind begins the next batch."""
+        jobs = [self._held or self._jobs.get()]
+        self._held = None
+        room = MOST_TOKENS if not jobs[0].wanted.states else MOST_TOKENS // 16  # their states wait in memory
+        while sum(job.tokens for job in jobs) < room and not self._jobs.empty():
+            job = self._jobs.get()
+            if job.kind != jobs[0].kind:
+                self._held = job
+                break
+            jobs.append(job)
+        return jobs
+
+    def _look(self, jobs: list[_Job]) -> list[TokenScores]:
+        sequences = [sequence for job in jobs for sequence in job.sequences]
+        chosen = [sequence.chosen for sequence in sequences if sequence.chosen is not None]
+        return self.scorer.look([_rollout(one) for one in sequences], jobs[0].wanted, chosen or None)
+
     @torch.no_grad()
-    def _draw(self, ids: list[int]) -> Drawn:
+    def _draw(self, sequence: TokenSequence) -> Drawn:
         """One more token at temperature 1, with its log-prob: for clients that check whether scores belong to their tokens."""
         lm = self.scorer.lm
-        read = torch.tensor(ids, device=lm.device)
-        logits = plain_logits(lm.model, read, torch.tensor([len(ids) - 1]))[0, : self.vocab_size]
+        read = torch.tensor(sequence.ids, device=lm.device)
+        logits = plain_logits(lm.model, read, torch.tensor([len(read) - 1]))[0, : self.vocab_size]
         logprobs = logits.float().log_softmax(-1)
         token = int(torch.multinomial(logprobs.exp(), 1))
         return Drawn(token, float(logprobs[token]))
@@ -102,6 +154,6 @@ def served_vocabulary(source: str, model: Any, *, given: int | None = None, trus
         ) from None
 
 
-def _rollout(ids: list[int]) -> Rollout:
-    response = torch.tensor(ids[1:], dtype=torch.long)
-    return Rollout(Prompt("", (ids[0],)), response, torch.zeros(len(response)), "length")
+def _rollout(sequence: TokenSequence) -> Rollout:
+    response = torch.tensor(sequence.answer, dtype=torch.long)
+    return Rollout(Prompt("", sequence.ids[: sequence.start]), response, torch.zeros(len(response)), "length")

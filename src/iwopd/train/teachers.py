@@ -24,7 +24,7 @@ def build_teacher(config: Config, tokenizer: Any, prompts: Sequence[Prompt], max
     sources: dict[str | None, TeacherSource] = {None: config.teacher}
     sources.update(config.teacher.others)
     router = RoutedScorer({name: _scorer(config, name, source, tokenizer, local) for name, source in sources.items()})
-    router.try_out(prompts, vocab_size=len(tokenizer), max_tokens=max_tokens)
+    router.try_out(prompts, vocab_size=len(tokenizer), max_tokens=max_tokens, wanted=config.method.made.asks.teacher)
     return router if config.teacher.others else router.teachers[None]
 
 

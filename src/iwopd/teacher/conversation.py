@@ -1,0 +1,219 @@
+"""Talking to the servers of one teacher over HTTP.
+
+Requests are bounded in number, size and time. Transport errors and 5xx are retried, on another replica if there is one,
+for `patience` seconds; a refusal (4xx) or a wrong response is an error at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import httpx
+
+from iwopd.background import in_background
+from iwopd.config.engines import TeacherSource
+from iwopd.http_clients import CONNECT_SECONDS, GarbledError, client_settings, encode, hide_key, key_headers, parse
+from iwopd.teacher.errors import TeacherError, TeacherGoneError
+from iwopd.teacher.replicas import Replica
+
+MOST_GARBLED = 3
+"""A request fails when this many of its responses cannot be read."""
+MOST_BYTES = 2**22
+"""Of an answer to a check."""
+
+Result = TypeVar("Result")
+Notify = Callable[[str], None]
+
+
+class UnreachableError(Exception):
+    """A transport error or a 5xx: worth another try."""
+
+
+@dataclass
+class Request(Generic[Result]):
+    """A question to any of the servers."""
+
+    path: str
+    body: Callable[[], Any]
+    """Bytes, or what becomes JSON; made when it is sent."""
+    read: Callable[[bytes], Result]
+    """What an answer says; a `TeacherError` if it is not believed, a `GarbledError` if it cannot be read."""
+    most_bytes: int
+    failing_since: float | None = None
+    garbled: int = 0
+
+
+class Servers:
+    """The servers of one teacher, which all answer alike."""
+
+    def __init__(self, settings: TeacherSource, name: str, notify: Notify) -> None:
+        self.settings, self.name, self.notify = settings, name, notify
+        self.replicas = [Replica(url) for url in settings.urls]
+
+    def answers(self, requests: Sequence[Request[Result]]) -> list[Result]:
+        """What the servers say to all requests, in their order."""
+        return run_async(self._converse(requests)) if requests else []
+
+    async def _converse(self, requests: Sequence[Request[Result]]) -> list[Result]:
+        """The workers of all replicas share one queue; a failed request goes back into it for the next free worker."""
+        waiting: asyncio.Queue[int] = asyncio.Queue()
+        for place in range(len(requests)):
+            waiting.put_nowait(place)
+        results: dict[int, Result] = {}
+        done = asyncio.Event()
+        headers = key_headers(self.settings.api_key_env, error=TeacherError)
+
+        async def work(replica: Replica, session: httpx.AsyncClient) -> None:
+            while True:
+                await replica.rested()
+                place = await waiting.get()
+                if replica.resting:
+                    waiting.put_nowait(place)
+                    continue
+                try:
+                    results[place] = await self._attempt(replica, session, headers, requests[place])
+                except (UnreachableError, GarbledError):
+                    waiting.put_nowait(place)
+                if len(results) == len(requests):
+                    done.set()
+
+        async with _client(self.settings.urls) as session:
+            count = min(self.settings.max_in_flight, len(requests))
+            workers = [asyncio.create_task(work(replica, session)) for replica in self.replicas for _ in range(count)]
+            finished = asyncio.create_task(done.wait())
+            try:
+                await asyncio.wait([finished, *workers], timeout=self.settings.deadline, return_when=asyncio.FIRST_COMPLETED)
+                for worker in workers:
+                    if worker.done():
+                        worker.result()  # its error
+                if not done.is_set():
+                    raise TeacherGoneError(
+                        f"{self.who} answered {len(results)} of {len(requests)} requests within teacher.deadline "
+                        f"({self.settings.deadline:g} s): raise it, or give the teacher more replicas"
+                    )
+            finally:
+                for task in (finished, *workers):
+                    task.cancel()
+                await asyncio.gather(finished, *workers, return_exceptions=True)
+        return [results[place] for place in range(len(requests))]
+
+    async def _attempt(
+        self, replica: Replica, session: httpx.AsyncClient, headers: dict[str, str], request: Request[Result]
+    ) -> Result:
+        """The answer; an `UnreachableError` or `GarbledError` if the request should be retried."""
+        began = time.monotonic()
+        try:
+            content = await self._ask(replica, session, headers, request.path, request.body(), request.most_bytes)
+            answer = request.read(content)
+        except GarbledError as error:
+            request.garbled += 1
+            if request.garbled == MOST_GARBLED:
+                raise TeacherError(f"{self.who} at {replica.url} responded {MOST_GARBLED} times with what is {error}") from None
+            replica.failed(str(error), self.notify)
+            raise
+        except UnreachableError as error:
+            replica.failed(str(error), self.notify)
+            request.failing_since = request.failing_since or began
+            if time.monotonic() - request.failing_since >= self.settings.patience:
+                raise TeacherGoneError(
+                    f"{self.who} did not answer for {self.settings.patience:g} s (teacher.patience); the last try, at "
+                    f"{replica.url}: {error}. Start it again, or name another with teacher.urls"
+                ) from None
+            raise
+        except TeacherGoneError:
+            raise
+        except TeacherError as error:
+            raise type(error)(f"{self.who} at {replica.url}: {error}") from None
+        replica.worked(self.notify)
+        return answer
+
+    async def _ask(
+        self, replica: Replica, session: httpx.AsyncClient, headers: dict[str, str], path: str, body: Any, most_bytes: int
+    ) -> bytes:
+        """The response of one server to one request."""
+        method, seconds = "GET" if body is None else "POST", self.settings.request_timeout
+        status, content = await _exchange(
+            session, method, replica.url + path, headers=headers, body=body, seconds=seconds, most_bytes=most_bytes
+        )
+        if status == 200:
+            return content
+        words = hide_key(content.decode(errors="replace"), self.settings.api_key_env)
+        if status >= 500:
+            raise UnreachableError(f"HTTP {status} {words}".strip())
+        if status in (401, 403):
+            variable = self.settings.api_key_env
+            hint = f"the key in {variable} is wrong" if variable else "name the key's variable: teacher.api_key_env"
+            raise TeacherError(f"it denies access (HTTP {status} {words}): {hint}")
+        raise TeacherError(f"it refuses {method} {path} (HTTP {status}): {words}")
+
+    def ask(self, path: str, body: Any = None, read: Callable[[bytes], Any] = parse) -> dict[str, Any]:
+        """The responses of all reachable servers to one request, by URL; waits until at least one responds. For checks."""
+
+        async def one(replica: Replica, session: httpx.AsyncClient) -> Any:
+            try:
+                headers = key_headers(self.settings.api_key_env, error=TeacherError)
+                answer = read(await self._ask(replica, session, headers, path, body, MOST_BYTES))
+            except (UnreachableError, GarbledError) as error:
+                replica.failed(str(error), self.notify)
+                return error
+            replica.worked(self.notify)
+            return answer
+
+        async def tries() -> dict[str, Any]:
+            began, garbled = time.monotonic(), 0
+            async with _client(self.settings.urls) as session:
+                while True:
+                    answers = await asyncio.gather(*(one(replica, session) for replica in self.replicas))
+                    there = {r.url: a for r, a in zip(self.replicas, answers, strict=True) if not isinstance(a, Exception)}
+                    if there:
+                        return there
+                    where = f"{self.who} at {', '.join(self.settings.urls)}"
+                    garbled += any(isinstance(answer, GarbledError) for answer in answers)
+                    if garbled == MOST_GARBLED:
+                        raise TeacherError(f"{where} responds to {path} with what is {answers[0]}: is it a teacher server?")
+                    if time.monotonic() - began >= self.settings.patience:
+                        raise TeacherGoneError(f"{where} does not answer: {answers[0]}. Start it, or correct teacher.urls")
+                    await self.replicas[0].rested()
+
+        return run_async(tries())
+
+    @property
+    def who(self) -> str:
+        return f"the teacher {self.name!r}" if self.name != "teacher" else "the teacher"
+
+
+def run_async(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine from any thread, also if an event loop is running (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    return in_background(lambda: asyncio.run(work)).result()
+
+
+def _client(urls: Sequence[str]) -> httpx.AsyncClient:
+    return httpx.AsyncClient(**client_settings(urls), timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+
+
+async def _exchange(
+    session: httpx.AsyncClient, method: str, url: str, *, headers: dict[str, str], body: Any, seconds: float, most_bytes: int
+) -> tuple[int, bytes]:
+    """Status and content. A body that grows beyond `most_bytes` is a `TeacherError`: no honest answer is that long."""
+    data = body if isinstance(body, bytes) else encode(body)
+    try:
+        async with asyncio.timeout(seconds), session.stream(method, url, content=data, headers=headers) as response:
+            pieces, size = [], 0
+            async for piece in response.aiter_raw():
+                pieces.append(piece)
+                size += len(piece)
+                if size > most_bytes:
+                    raise TeacherError(f"the answer has more than {most_bytes} bytes, far more than the question needs")
+            return response.status_code, b"".join(pieces)
+    except TimeoutError:
+        raise UnreachableError(f"no whole answer within {seconds:g} s") from None
+    except httpx.TransportError as error:
+        raise UnreachableError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
