@@ -1,4 +1,4 @@
-"""Top-k overlap: how many of the k likeliest next tokens two models have in common."""
+"""The k likeliest next tokens: how many two models have in common, and how far apart the models are on them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from iwopd.algo.head import OutputHead, Precision, row_chunks
+from iwopd.algo.logprobs import LOGPROB_FLOOR
 
 
 class TopKOverlap(NamedTuple):
@@ -35,6 +36,17 @@ def top_k_overlap(logits: Tensor, teacher_logits: Tensor, k: int) -> TopKOverlap
 def shared_ids(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """`|ours & theirs| / k` [...] of two sets of k ids [..., k]."""
     return (ours[..., :, None] == theirs[..., None, :]).any(-1).to(dtype).mean(-1)
+
+
+@torch.no_grad()
+def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """KL(student || teacher) [...] over k ids: of log-probs [..., k] of the same ids, both renormalised on them.
+
+    0 for k = 1. A teacher's -inf counts as `LOGPROB_FLOOR`.
+    """
+    ours = logprobs.log_softmax(-1)
+    theirs = teacher_logprobs.clamp(min=LOGPROB_FLOOR).log_softmax(-1)
+    return (ours.exp() * (ours - theirs)).sum(-1)
 
 
 @torch.no_grad()

@@ -194,7 +194,7 @@ def _keeps_states(objective: Objective, whole: Distributions | None, most: int, 
     """Whether the teacher's states are kept from its scores to the loss, up to `most` bytes; else it reads the batch twice."""
     if whole is None:
         return False
-    needed_now = "kl" in objective.needs or whole.model is None  # nobody could compute them again
+    needed_now = objective.needs_whole_kl or whole.model is None  # nobody could compute them again
     return needed_now or (ranks.count == 1 and most <= KEPT_STATES)
 
 

@@ -79,7 +79,7 @@ def scored_rollouts(
             lp_r = algo.floor_logprobs(reference[row], everywhere, name="reference_logprobs").logprobs
         lp_t = algo.floor_logprobs(theirs.logprobs, everywhere).logprobs
         more = objective.further_evidence(ours, theirs)
-        if "kl" in objective.needs:
+        if objective.needs_whole_kl:
             more["kl"] = pair_kl(ours, parts.student_scorer.output_matrix(), theirs, parts.teacher_scorer.output_matrix())
         states = theirs.states if objective.needs_teacher_distribution else None
         found.append(ScoredRollout(rollout, ours.logprobs, lp_t, lp_r, more, states))
