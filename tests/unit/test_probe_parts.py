@@ -18,10 +18,10 @@ from iwopd.analysis.probe.positions import (
 )
 from iwopd.analysis.probe.result import ProbeError
 from iwopd.analysis.probe.rules import measure_rules, probe_rules
-from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
+from iwopd.analysis.probe.scoring import Tokens, score_tokens
 from iwopd.lm import ResponseModel
 from iwopd.methods import ALPHAS
-from iwopd.types import Prompt, Rollout
+from iwopd.types import Prompt, Rollout, number_prompts
 from models import make_model
 from support import length_mask, poison
 

@@ -51,7 +51,7 @@ def test_which_methods_need_the_whole_batch() -> None:
         return Method(**values).made.needs_whole_batch
 
     need = {rule for rule in WEIGHT_RULES if reason(weights=rule)}
-    assert need == {"ideal", "curriculum", "prefix-only", "suffix-only"}
+    assert need == {"ideal", "curriculum", "prefix-only", "suffix-only", "tip", "scope"}
     assert "mean" in (reason(weights="signed", params={"normalize": "mean-one"}) or "")
 
 

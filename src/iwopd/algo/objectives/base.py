@@ -22,7 +22,7 @@ from torch import Tensor
 
 from iwopd.algo._checks import on_cpu
 from iwopd.algo.asking import Asked, Support, asked_for, further_evidence
-from iwopd.algo.evidence import TEACHER_DISTRIBUTION, WEIGHTS, Evidence, Formula
+from iwopd.algo.evidence import FURTHER, TEACHER_DISTRIBUTION, WEIGHTS, Evidence, Formula
 from iwopd.algo.head import Precision
 from iwopd.algo.views import NO_ID, TokenScores
 from iwopd.algo.weights import WEIGHT_RULES, WeightRule, rule_weights, supervised_mask
@@ -236,7 +236,7 @@ class Objective(ABC):
         if "progress" in self.needs:
             return "it follows the training progress"
         if self.rule.supervised is not None:
-            return "tokens outside its region leave the loss's denominator"
+            return "tokens that it does not supervise leave the loss's denominator"
         return None
 
     # --- from evidence to the loss ---
@@ -245,7 +245,7 @@ class Objective(ABC):
     def signal(self, evidence: Evidence) -> TrainingSignal:
         """Weights and update direction of whole rollouts, before any split into micro-batches."""
         weights = rule_weights(self.rule, evidence, self.params)
-        supervised = supervised_mask(self.weights, evidence.mask, **self.params)
+        supervised = supervised_mask(self.weights, evidence.mask, weights=weights, **self.params)
         direction = torch.where(supervised, self.direction(evidence, weights), 0.0)
         return TrainingSignal(evidence.mask, evidence.gap, weights, direction, supervised)
 
@@ -300,7 +300,7 @@ class Objective(ABC):
             raise ValueError(f"{self.who}: k must not be negative, got {self.kl_k} (0: the KL over all ids)")
         nothing = torch.zeros(1, 2)
         ids = torch.full((1, 2, 1), NO_ID)
-        more = dict.fromkeys(("student_entropy", "teacher_entropy", "kl", "top_overlap", "correct", "support_rest"), nothing)
+        more = dict.fromkeys([*FURTHER, "support_rest"], nothing)
         evidence = Evidence(
             nothing, nothing, nothing == 0, nothing, 0.0, support_ids=ids, support_logprobs=torch.zeros(1, 2, 1), **more
         )

@@ -20,7 +20,7 @@ from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import measure_drift, measure_likelihood, measure_positions, measure_top_k_overlap
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Part, Probe, ProbeError, Rollouts
 from iwopd.analysis.probe.rules import measure_rules, probe_rules
-from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
+from iwopd.analysis.probe.scoring import Tokens, score_tokens
 from iwopd.analysis.probe.settings import PARTS, ProbeSettings
 from iwopd.analysis.probe.verdict import judge
 from iwopd.eval.statistics import interval_over_problems
@@ -31,7 +31,7 @@ from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
 from iwopd.rope import fix_rope
 from iwopd.stages import StageListener
-from iwopd.types import Rollout
+from iwopd.types import Rollout, number_prompts
 
 CHUNK_PROMPTS = 64
 """Prompts that are sampled in one call: enough to fill a batch, few enough to show progress."""

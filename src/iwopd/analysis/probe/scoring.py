@@ -17,7 +17,7 @@ from iwopd.algo.evidence import Evidence
 from iwopd.algo.top_k import TopKOverlap, token_top_k_overlap, top_k_overlap
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.own_head import chunk_rows
-from iwopd.types import Rollout
+from iwopd.types import Rollout, number_prompts
 
 TOKEN_BUDGET = 2048
 """Tokens that go through the models at a time."""
@@ -81,12 +81,6 @@ def score_tokens(
         shared=shared,
         same_first=same_first,
     )
-
-
-def number_prompts(rollouts: Sequence[Rollout]) -> list[int]:
-    """[B] the number of each rollout's prompt, in the order in which they occur."""
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(rollout.prompt.id, len(numbers)) for rollout in rollouts]
 
 
 @torch.no_grad()
