@@ -25,8 +25,10 @@ RULES: list[tuple[str, dict[str, Any]]] = [
     ("suffix-only", {"ratio": 0.4}),
     ("survival", {}),
     ("survival", {"tau": 3.0, "floor": 0.2, "count": "all"}),
+    ("sod", {"tokens": 4}),
+    ("rising", {}),
 ]
-"""Every built-in rule, some with several settings."""
+"""Every built-in rule that needs no more than log-probs, some with several settings."""
 
 
 def length_mask(lengths: Sequence[int], width: int | None = None) -> Tensor:

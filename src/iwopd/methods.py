@@ -1,7 +1,7 @@
 """The catalogue: every method by name, and everything that `iwopd methods` lists.
 
 Objectives, advantages and weight rules describe themselves (`algo`). A method is a `[method]` section with a name: the
-paper's, and `survival`, which is ours. Recipes, demo, probe, report and verl take them from here.
+paper's, `survival`, which is ours, and those of related papers. Recipes, demo, probe, report and verl take them from here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "jsd": {"objective": "divergence", "divergence": "jsd"},
     "top-k-kl": {"objective": "divergence", "support": "top-k", "k": 4},
     "kl-survival": {"objective": "divergence", "weights": "survival", "params": {"tau": 1.0}},
+    "power": {"advantage": "power", "power": 5.0},
+    "baseline": {"advantage": "baseline"},
+    "clipped": {"advantage": "clipped"},
+    "log-mix": {"advantage": "log-mix", "alpha": 0.1},
+    "teacher-entropy": {"weights": "teacher-entropy", "params": {"tau": 0.8}},
+    "tip": {"weights": "tip", "params": {"ratio": 0.5}},
+    "prune": {"weights": "prune", "params": {"k": 4}},
+    "sod": {"weights": "sod", "params": {"tokens": 8}},
+    "rising": {"weights": "rising"},
 }
 """The `[method]` section of each, as its recipe writes it."""
 
@@ -55,6 +64,15 @@ TITLES = {
     "jsd": "Jensen-Shannon",
     "top-k-kl": "Reverse KL, top 4 ids",
     "kl-survival": "Reverse KL, survival (ours)",
+    "power": "PowerOPD's advantage",
+    "baseline": "vOPD's advantage",
+    "clipped": "REOPOLD's bound",
+    "log-mix": "TOP-D's advantage",
+    "teacher-entropy": "Unsure teacher (EOPD's gate)",
+    "tip": "TIP's tokens",
+    "prune": "Prune-OPD's weights",
+    "sod": "SOD's weights, by segments",
+    "rising": "Rising (PW-OPSD's weights)",
 }
 
 GAMMAS = (0.5, 1.0, 2.0, 4.0)
@@ -63,15 +81,16 @@ ALPHAS = (1.0, 0.1, 0.01, 0.001)
 
 
 def probed_methods(gamma: float = 0.5) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Title and section of what the probe applies to its rollouts: every weight rule, some with several parameters.
+    """Title and section of what the probe applies to its rollouts: weight rules, some with several parameters, and advantages.
 
-    Plain OPD first; IW-OPD at several gammas (the asked one among them); rules of plug-ins at their defaults.
+    Plain OPD first; IW-OPD at several gammas (the asked one among them); rules without a method at their defaults.
     """
     from iwopd.algo import WEIGHT_RULES
+    from iwopd.algo.objectives import make_objective
 
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, section in METHODS.items():
-        if "advantage" in section or "objective" in section:  # a reference is not there; divergences share the rules' weights
+        if "objective" in section or make_objective(section).needs_reference:  # a probe has none; divergences share the rules
             continue
         rule = section.get("weights", "uniform")
         if name == "iw-opd":

@@ -72,6 +72,12 @@ class Rollout:
         return len(self.response_ids)
 
 
+def number_prompts(rollouts: Sequence[Rollout]) -> list[int]:
+    """[B] the number of each rollout's prompt, in the order in which they occur."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(rollout.prompt.id, len(numbers)) for rollout in rollouts]
+
+
 @dataclass(frozen=True, eq=False)
 class ScoredRollout:
     """A rollout with the log-probs that the loss needs."""

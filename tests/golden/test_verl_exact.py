@@ -28,6 +28,9 @@ METHODS = [
     {"advantage": "exopd", "weights": "cumulative-share"},
     {"advantage": "exopd", "weights": "cumulative-share", "weighting": "advantage", "scale": 2.0},
     {"advantage": "exopd", "weights": "ideal"},
+    {"advantage": "power", "power": 0.5},
+    {"advantage": "clipped", "weights": "survival"},
+    {"advantage": "log-mix", "future": True, "weights": "cumulative-share"},
     {"weights": "cumulative-share", "clip": 0.1, "dual_clip": 1.5, "correction_threshold": 1.2},
     {"weights": "cumulative-share", "dual_clip": float("inf")},
 ]

@@ -11,7 +11,8 @@ from torch import Tensor
 from iwopd import algo
 from iwopd.algo.head import OutputHead, fp32_products
 from iwopd.algo.objectives import TokenStates, make_objective
-from iwopd.algo.top_k import token_top_k_overlap
+from iwopd.algo.top_k import shared_ids
+from iwopd.algo.views import Wanted
 from iwopd.config import Config, make_config
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.teacher.local import LocalScorer
@@ -117,7 +118,10 @@ def test_both_sides_of_an_overlap_and_of_a_kl_are_rounded() -> None:
     sides = (one["hidden"], one["weight"], other["hidden"], other["weight"])
     assert float(algo.token_kl(*sides, precision="bf16").abs().max()) < 1e-6
     assert float(algo.token_kl(*sides).abs().max()) > 1e-6
-    assert bool((token_top_k_overlap(*sides, 5, precision="bf16").shared == 1).all())
+    top = [
+        algo.token_scores(*side, one["targets"], Wanted(top_k=5), precision="bf16").top_ids for side in (sides[:2], sides[2:])
+    ]
+    assert bool((shared_ids(top[0], top[1]) == 1).all())
 
 
 def test_a_models_scores_and_check_follow_it() -> None:

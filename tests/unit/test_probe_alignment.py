@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from iwopd import algo
 from iwopd.algo.drift import drift_regions
-from iwopd.algo.evidence import Evidence
 from iwopd.algo.gradients import cosine
-from iwopd.analysis.probe.alignment import REGIONS, AlignmentBatch, TokenGradients, batch_cosines, measure_alignment
+from iwopd.analysis.probe.alignment import REGIONS, SIDES, AlignmentBatch, TokenGradients, cosines, measure_alignment
 from iwopd.analysis.probe.result import Drift, Estimate
 from iwopd.analysis.probe.rules import Rule, probe_rules
+from iwopd.analysis.probe.scoring import Tokens
 from iwopd.lm import ResponseModel
 from iwopd.types import Prompt, Rollout
 from models import make_model
@@ -23,6 +24,7 @@ from support import length_mask
 
 VOCAB = 21
 LENGTHS = (7, 3, 5, 1)
+CORRECT = torch.tensor([1.0, 0.0, 0.0, math.nan])
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +36,22 @@ def lm() -> ResponseModel:
 @pytest.fixture(scope="module")
 def batch() -> AlignmentBatch:
     torch.manual_seed(3)
-    rollouts, solutions = [], []
+    rollouts, solutions = [], {}
     for number, length in enumerate(LENGTHS):
         prompt = Prompt(f"p{number}", tuple(torch.randint(2, VOCAB, (3 + number,)).tolist()))
         ids = torch.randint(2, VOCAB, (length,))
         rollouts.append(Rollout(prompt, ids, torch.zeros(length), "length"))
-        solutions.append((torch.tensor(prompt.token_ids), torch.randint(1, VOCAB, (4 + number,))))
+        solutions[prompt.id] = torch.randint(1, VOCAB, (4 + number,))
     mask = length_mask(LENGTHS)
     old = torch.where(mask, -torch.rand(mask.shape, dtype=torch.float64), 0.0)
     teacher = torch.where(mask, -4 * torch.rand(mask.shape, dtype=torch.float64), 0.0)
-    return AlignmentBatch(rollouts, Evidence(teacher, old, mask, progress=0.0), solutions)
+    numbers = {
+        name: torch.where(mask, torch.rand(mask.shape, dtype=torch.float64), 0.0) for name in ("kl", "shared", "same_first")
+    }
+    entropies = {(f"{name}_entropy", 0): torch.rand(mask.shape, dtype=torch.float64) for name in ("student", "teacher")}
+    more = {**entropies, ("top_overlap", 4): (4 * torch.rand(mask.shape, dtype=torch.float64)).floor() / 4}
+    tokens = Tokens(mask, list(range(4)), old, teacher, teacher - old, more=more, correct=CORRECT, **numbers)
+    return AlignmentBatch(rollouts, tokens, solutions)
 
 
 def token_gradients(model: Any, prompts: list[Tensor], responses: list[Tensor]) -> Tensor:
@@ -58,21 +66,36 @@ def token_gradients(model: Any, prompts: list[Tensor], responses: list[Tensor]) 
     return torch.stack(rows)
 
 
-def explicit_cosines(lm: ResponseModel, batch: AlignmentBatch, rules: list[Rule], threshold: float) -> dict[str, float]:
-    prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in batch.rollouts]
-    responses = [rollout.response_ids for rollout in batch.rollouts]
-    target = token_gradients(lm.model, [p for p, _ in batch.solutions], [s for _, s in batch.solutions]).sum(0)
-    tokens = token_gradients(lm.model, prompts, responses)
-    gap, mask = batch.evidence.gap, batch.evidence.mask
+def explicit_cosines(
+    lm: ResponseModel, batch: AlignmentBatch, wanted: dict[str, Tensor], rows: list[int] | None = None
+) -> dict[str, float]:
+    """Of coefficients [B, T] on all rollouts, or on some of them with the solutions of their prompts."""
+    rows = list(range(len(LENGTHS))) if rows is None else rows
+    rollouts = [batch.rollouts[row] for row in rows]
+    prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in rollouts]
+    target = token_gradients(lm.model, prompts, [batch.solutions[rollout.prompt.id] for rollout in rollouts]).sum(0)
+    tokens = token_gradients(lm.model, prompts, [rollout.response_ids for rollout in rollouts])
+    mask = batch.tokens.mask[rows]
+    found = {}
+    for key, coefficients in wanted.items():
+        update = coefficients[rows][mask] @ tokens
+        found[key] = float(torch.nn.functional.cosine_similarity(update, target, dim=0))
+    return found
+
+
+def directions(batch: AlignmentBatch, rules: list[Rule], threshold: float) -> dict[str, Tensor]:
+    """Coefficients [B, T] of rules that need no more than the gap, and of the regions."""
+    gap, mask = batch.tokens.gap, batch.tokens.mask
     before, at, after = drift_regions(gap, mask, threshold)
     wanted = {rule.key: gap * algo.token_weights(rule.weights, gap, mask, progress=0.0, **rule.params) for rule in rules}
     for key, region in (("before", before), ("at", at), ("until", before | at), ("after", after)):
         wanted[key] = gap * region
-    found = {}
-    for key, coefficients in wanted.items():
-        update = coefficients[mask] @ tokens
-        found[key] = float(torch.nn.functional.cosine_similarity(update, target, dim=0))
-    return found
+    return wanted
+
+
+def share() -> Drift:
+    half = Estimate(mean=0.5)
+    return Drift(threshold=1.0, rollouts=half, position=half, before=half, at=half, until=half, after=half)
 
 
 @pytest.mark.parametrize("budget", [4096, 10])
@@ -80,16 +103,55 @@ def test_cosines_are_those_of_explicit_gradients(lm: ResponseModel, batch: Align
     """In one micro-batch, whose forward pass is kept, and in several."""
     rules = [rule for rule in probe_rules() if rule.key in ("opd", "iw-opd-4", "signed", "ideal-0.1", "suffix-30")]
     assert len(rules) == 5
-    found = batch_cosines(lm, batch, rules, 1.0, budget=budget)
-    wanted = explicit_cosines(lm, batch, rules, 1.0)
+    chosen = directions(batch, rules, 1.0)
+    found = cosines(lm, batch, chosen, range(len(LENGTHS)), budget=budget)
+    wanted = explicit_cosines(lm, batch, chosen)
     assert found.keys() == wanted.keys()
     assert len({round(value, 6) for value in wanted.values()}) == len(wanted), "some directions do not differ"
     for key, value in wanted.items():
         assert math.isclose(found[key], value, abs_tol=1e-6), key  # norms and rotations are float32 inside
 
 
+def test_every_rule_and_advantage_has_its_own_cosine(lm: ResponseModel, batch: AlignmentBatch) -> None:
+    rules = probe_rules()
+    found = {one.key: one.cosine.mean for one in measure_alignment(lm, [batch], rules, share()).rules}
+    gap, kl = batch.tokens.gap, batch.tokens.kl
+    unsure = (batch.tokens.more["teacher_entropy", 0] > 0.8).double()
+    wanted = {"baseline": gap + kl * batch.tokens.mask, "teacher-entropy": gap * (1.0 + unsure)}
+    for key, value in explicit_cosines(lm, batch, wanted).items():
+        assert found[key] == pytest.approx(value, abs=1e-6), key
+    assert {"power", "clipped", "log-mix", "tip", "prune", "sod", "rising", "scope"} <= found.keys()
+    assert all(value is not None for value in found.values())
+
+
+def test_right_and_wrong_rollouts_by_themselves(lm: ResponseModel, batch: AlignmentBatch) -> None:
+    """One right rollout and the first of two wrong ones; the last was not judged."""
+    assert (batch.verdict(right=True), batch.verdict(right=False)) == ([0], [1])
+    rules = [rule for rule in probe_rules() if rule.key in ("opd", "survival", "signed")]
+    heard: list[int] = []
+    found = measure_alignment(lm, [batch, batch], rules, share(), ["opd", "survival"], heard.append)
+    assert sum(heard) == 2 * (len(rules) + len(REGIONS) + 2 * len(SIDES))
+    assert ([one.key for one in found.verdicts], found.compared) == (["opd", "survival"], 2)
+    chosen = directions(batch, rules, 1.0)
+    right, wrong = (explicit_cosines(lm, batch, chosen, rows) for rows in ([0], [1]))
+    for one in found.verdicts:
+        assert one.right.mean == pytest.approx(right[one.key], abs=1e-6)
+        assert one.wrong.mean == pytest.approx(wrong[one.key], abs=1e-6)
+        assert one.difference.mean == pytest.approx(wrong[one.key] - right[one.key], abs=1e-6)
+
+
+def test_without_right_and_wrong_rollouts_there_is_nothing_to_split(lm: ResponseModel, batch: AlignmentBatch) -> None:
+    for correct in (None, torch.tensor([1.0, 1.0, math.nan, 1.0])):
+        other = replace(batch, tokens=replace(batch.tokens, correct=correct))
+        rules = probe_rules()[:1]
+        found = measure_alignment(lm, [other], rules, share(), ["opd"])
+        assert (found.verdicts, found.compared) == ([], 0)
+        assert found.rules[0].cosine.mean is not None
+
+
 def test_the_way_to_the_solutions_is_aligned_with_itself(lm: ResponseModel, batch: AlignmentBatch) -> None:
-    prompts, responses = [p for p, _ in batch.solutions], [s for _, s in batch.solutions]
+    prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in batch.rollouts]
+    responses = list(batch.solutions.values())
     ones = torch.ones(len(responses), max(len(ids) for ids in responses))
     gradients = TokenGradients(lm, prompts, responses)
     first = gradients.of(ones)
@@ -100,11 +162,9 @@ def test_the_way_to_the_solutions_is_aligned_with_itself(lm: ResponseModel, batc
 
 
 def test_intervals_gains_and_regions(lm: ResponseModel, batch: AlignmentBatch) -> None:
-    share = Estimate(mean=0.5)
-    drift = Drift(threshold=1.0, rollouts=share, position=share, before=share, at=share, until=share, after=share)
     rules = probe_rules()[:3]
     heard: list[int] = []
-    found = measure_alignment(lm, [batch, batch], rules, drift, advance=heard.append)
+    found = measure_alignment(lm, [batch, batch], rules, share(), advance=heard.append)
     assert (found.batches, found.batch_prompts) == (2, 4)
     assert [rule.key for rule in found.rules] == ["opd", "iw-opd-0.5", "iw-opd-1"]
     assert [region.key for region in found.regions] == list(REGIONS)
@@ -112,14 +172,14 @@ def test_intervals_gains_and_regions(lm: ResponseModel, batch: AlignmentBatch) -
     opd, weighted = found.rules[0], found.rules[1]
     assert opd.gain is None
     assert weighted.gain is not None
-    single = batch_cosines(lm, batch, rules, 1.0)
+    single = cosines(lm, batch, directions(batch, rules, 1.0), range(4))
     assert opd.cosine.mean == pytest.approx(single["opd"])
     assert weighted.gain.mean == pytest.approx(single["iw-opd-0.5"] - single["opd"])
     assert weighted.gain.low == weighted.gain.high == weighted.gain.mean  # the same batch twice
 
 
 def test_a_batch_without_any_drift_has_nothing_behind_it(lm: ResponseModel, batch: AlignmentBatch) -> None:
-    found = batch_cosines(lm, batch, probe_rules()[:1], 50.0)
+    found = cosines(lm, batch, directions(batch, probe_rules()[:1], 50.0), range(4))
     assert math.isnan(found["after"])
     assert math.isnan(found["at"])
     assert math.isclose(found["before"], found["opd"], rel_tol=1e-9)

@@ -9,7 +9,7 @@ import torch
 
 from iwopd.algo.budget import effective_share, region_share
 from iwopd.algo.drift import drift_regions, first_drift, prefix_sums, rebound
-from iwopd.algo.top_k import token_top_k_overlap, top_k_overlap
+from iwopd.algo.top_k import top_k_overlap
 from support import length_mask, poison
 
 GAP = torch.tensor([[-0.5, -2.0, -2.5, 1.0, -3.0], [0.1, -0.2, 0.3, 0.0, 0.0], [-9.0, 4.0, 0.0, 0.0, 0.0]])
@@ -49,24 +49,10 @@ def test_the_rebound_is_the_largest_rise_of_the_signed_sum() -> None:
 def test_overlap_counts_common_ids() -> None:
     student = torch.tensor([[5.0, 4.0, 3.0, 0.0], [5.0, 4.0, 3.0, 0.0]])
     teacher = torch.tensor([[5.0, 0.0, 4.0, 3.0], [0.0, 5.0, 4.0, 3.0]])
-    found = top_k_overlap(student, teacher, 2)
+    found = top_k_overlap(student.topk(2).indices, teacher.topk(2).indices)
     assert found.shared.tolist() == [0.5, 0.5]  # {0, 1} and {0, 2}; {0, 1} and {1, 2}
     assert found.same_first.tolist() == [1.0, 0.0]
-    assert top_k_overlap(student, teacher, 4).shared.tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match=r"1\.\.4"):
-        top_k_overlap(student, teacher, 5)
-
-
-def test_overlap_from_hidden_states_is_that_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("iwopd.algo.head.CHUNK_ELEMENTS_CPU", 64)  # several chunks
-    torch.manual_seed(0)
-    hidden, weight, bias = torch.randn(23, 8), torch.randn(13, 8), torch.randn(13)
-    teacher_hidden, teacher_weight = torch.randn(23, 6), torch.randn(12, 6)
-    found = token_top_k_overlap(hidden, weight, teacher_hidden, teacher_weight, 3, bias=bias, vocab_size=11)
-    wanted = top_k_overlap((hidden @ weight.T + bias)[:, :11], (teacher_hidden @ teacher_weight.T)[:, :11], 3)
-    assert torch.equal(found.shared, wanted.shared)
-    assert torch.equal(found.same_first, wanted.same_first)
-    assert 0 < float(found.shared.mean()) < 1
+    assert top_k_overlap(student.topk(4).indices, teacher.topk(4).indices).shared.tolist() == [1.0, 1.0]
 
 
 def test_effective_tokens_and_shares() -> None:

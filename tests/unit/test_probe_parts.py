@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from iwopd.algo import WEIGHT_RULES
+from iwopd.algo.objectives import make_objective
 from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import (
     half_spent,
@@ -18,10 +20,10 @@ from iwopd.analysis.probe.positions import (
 )
 from iwopd.analysis.probe.result import ProbeError
 from iwopd.analysis.probe.rules import measure_rules, probe_rules
-from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
+from iwopd.analysis.probe.scoring import Tokens, score_tokens
 from iwopd.lm import ResponseModel
 from iwopd.methods import ALPHAS
-from iwopd.types import Prompt, Rollout
+from iwopd.types import Prompt, Rollout, number_prompts
 from models import make_model
 from support import length_mask, poison
 
@@ -47,7 +49,15 @@ def test_scores_are_those_of_the_models_own_logits(student: str, teacher: str) -
     models = [make_model(student, vocab=24, seed=1).eval(), make_model(teacher, vocab=22, seed=2).eval()]
     lms = [ResponseModel(model, temperature=0.7, vocab_size=VOCAB) for model in models]
     chosen = rollouts()
-    tokens = score_tokens(lms[0], lms[1], chosen, top_k=4, budget=12)
+    sections: list[dict[str, Any]] = [
+        {"weights": "teacher-entropy"},
+        {"weights": "tip"},
+        {"weights": "prune", "params": {"k": 6}},
+        {"advantage": "baseline", "k": 3},
+        {"advantage": "baseline"},
+    ]
+    methods = [make_objective(section) for section in sections]
+    tokens = score_tokens(lms[0], lms[1], chosen, top_k=4, methods=methods, budget=12)
     assert lms[0].fused == (student != "gemma2")
     assert tokens.prompts == [0, 0, 1, 1] == number_prompts(chosen)
     assert tokens.mask.sum(-1).tolist() == [6, 2, 9, 1]
@@ -63,13 +73,29 @@ def test_scores_are_those_of_the_models_own_logits(student: str, teacher: str) -
             "gap": (q - p)[places, rollout.response_ids],
             "kl": (p.exp() * (p - q)).sum(-1),
         }
-        for name, values in wanted.items():
-            found = getattr(tokens, name)[row, : len(rollout)].double()
-            torch.testing.assert_close(found, values, atol=2e-4, rtol=1e-4, msg=f"{name} of row {row}")
+        few = p.topk(3).indices
+        p3, q3 = p.gather(1, few).log_softmax(-1), q.gather(1, few).log_softmax(-1)
+        further = {
+            ("teacher_entropy", 0): -(q.exp() * q).sum(-1),
+            ("student_entropy", 0): -(p.exp() * p).sum(-1),
+            ("kl", 3): (p3.exp() * (p3 - q3)).sum(-1),
+        }
+        assert tokens.more.keys() == {*further, ("top_overlap", 6)}
+        found = {name: getattr(tokens, name) for name in wanted} | dict(tokens.more)
+        for name, values in {**wanted, **further}.items():
+            numbers = found[name][row, : len(rollout)].double()
+            torch.testing.assert_close(numbers, values, atol=2e-4, rtol=1e-4, msg=f"{name} of row {row}")
         for place in range(len(rollout)):
             common = set(ours[place].topk(4).indices.tolist()) & set(theirs[place].topk(4).indices.tolist())
             assert float(tokens.shared[row, place]) == len(common) / 4
             assert float(tokens.same_first[row, place]) == float(ours[place].argmax() == theirs[place].argmax())
+            common = set(ours[place].topk(6).indices.tolist()) & set(theirs[place].topk(6).indices.tolist())
+            assert float(tokens.more["top_overlap", 6][row, place]) == pytest.approx(len(common) / 6)
+    assert torch.equal(tokens.evidence(methods[-1]).kl, tokens.kl)  # type: ignore[arg-type]
+    assert torch.equal(tokens.evidence(methods[-2]).kl, tokens.more["kl", 3])  # type: ignore[arg-type]
+    assert tokens.evidence(make_objective({})).kl is None
+    part = tokens.part([1, 3])
+    assert (part.mask.sum(-1).tolist(), part.prompts, part.more["kl", 3].shape) == ([2, 1], [0, 1], (2, 2))
 
 
 GAP = torch.tensor([[-3.0, -1.0, 0.0, 0.0], [-0.5, 0.5, 0.0, 0.0]])
@@ -87,6 +113,12 @@ def tokens_of(gap: torch.Tensor = GAP, mask: torch.Tensor = MASK) -> Tokens:
         kl=poison(2 * gap.abs(), mask),
         shared=poison(torch.full_like(gap, 0.5), mask),
         same_first=poison(torch.ones_like(gap), mask),
+        more={
+            ("student_entropy", 0): poison(torch.rand_like(gap), mask),
+            ("teacher_entropy", 0): poison(2 * torch.arange(gap.shape[1]).expand_as(gap).float(), mask),
+            ("top_overlap", 4): poison(torch.full_like(gap, 0.5), mask),
+        },
+        correct=torch.tensor([1.0, *([0.0] * (len(gap) - 1))]),
     )
 
 
@@ -152,6 +184,8 @@ def test_every_rule_is_there_and_plain_opd_first() -> None:
     rules = probe_rules(0.75)
     assert rules[0].key == "opd"
     assert {rule.weights for rule in rules} == set(WEIGHT_RULES)
+    assert {rule.advantage for rule in rules} == {"opd", "power", "baseline", "clipped", "log-mix"}
+    assert all(rule.weights == "uniform" for rule in rules if rule.advantage != "opd")
     keys = [rule.key for rule in rules]
     assert len(set(keys)) == len(keys)
     assert [key for key in keys if key.startswith("iw-opd")] == [f"iw-opd-{g}" for g in ("0.5", "0.75", "1", "2", "4")]
@@ -172,6 +206,13 @@ def test_rules_by_hand() -> None:
     assert effects["surrogate-only"].weights.mean == pytest.approx([2.25 / 3, 0.0])
     assert effects["iw-opd-4"].weights.mean == pytest.approx([1 + 4 * 2.25 / 3, 1.0])
     assert effects["iw-opd-4"].first_30.mean == pytest.approx((15 + 2 + 2.5) / (15 + 2 + 2.5 + 0.5))
+    assert effects["prune"].weights.mean == pytest.approx([1.5 - 0.04 / 3, 1.5 - 0.09 / 3])  # counts 1, 2, 1 and 3, 4, 2
+    assert effects["teacher-entropy"].weights.mean == pytest.approx([4 / 3, 2.0])  # 0, 2, 4, 6 and 0, 2 nats
+    assert effects["clipped"].advantage == "clipped"
+    bound = math.log(0.1) / 0.9
+    assert effects["clipped"].first_30.mean == pytest.approx((1.5 - bound) / (2 - bound))
+    # The KL is twice |gap|: 3, 1, 0, 0 and 0.5, 1.5.
+    assert effects["baseline"].first_30.mean == pytest.approx(4.5 / 6)
     sums = found.cumulative
     assert sums.signed.mean == pytest.approx([-3 / 3, (-4 - 4 - 0.5) / 3])
     assert sums.unsigned.mean == pytest.approx([3 / 3, (4 + 4 + 0.5) / 3])
@@ -181,10 +222,10 @@ def test_rules_by_hand() -> None:
 
 def test_a_rule_from_the_command_line() -> None:
     rules = probe_rules(more=["survival:tau=2, floor=0.1", "linear-decay", "survival:tau=2, floor=0.1"])
-    assert [(rule.key, rule.weights, rule.params) for rule in rules][-2:] == [
-        ("survival", "survival", {"tau": 1.0}),
+    assert [(rule.key, rule.weights, rule.params) for rule in rules][-1:] == [
         ("survival:tau=2, floor=0.1", "survival", {"tau": 2, "floor": 0.1}),
     ]
+    assert sum(rule.key == "linear-decay" for rule in rules) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import make_objective
 from iwopd.algo.views import Wanted
 from iwopd.teacher.local import LocalScorer
-from iwopd.train.metrics import step_metrics
+from iwopd.train.metrics import evidence_metrics, step_metrics
 from iwopd.train.scoring import pair_kl
 from iwopd.types import Prompt, Rollout
 from models import make_model
@@ -54,7 +54,19 @@ def test_kl_by_position_is_the_signed_gap() -> None:
     signal = make_objective({}).signal(evidence)
     update = SimpleNamespace(padding_waste=0.0, updates=1, skipped=0, stats=SimpleNamespace(as_dict=dict))
     rollout = Rollout(Prompt("p", (1,)), torch.ones(20, dtype=torch.long), torch.zeros(20), "eos")
-    metrics = step_metrics(SimpleNamespace(evidence=evidence, floored=0), signal, [rollout], update, "policy")
+    metrics = step_metrics(SimpleNamespace(evidence=evidence, floored=0), signal, [rollout], update, make_objective({}))
     expected = [float((old - teacher)[0, 2 * place : 2 * place + 2].mean()) for place in range(10)]
     assert metrics["position/kl"] == pytest.approx(expected)
     assert sum(metrics["position/kl"]) / 10 == pytest.approx(metrics["kl/sampled"])
+    assert not {"student/entropy", "teacher/entropy", "kl/full", "kl/top_k", "teacher/top_overlap"} & set(metrics)
+
+
+def test_evidence_that_was_computed_anyway_is_logged() -> None:
+    mask, half = torch.tensor([[True, True, False]]), torch.tensor([[1.0, 2.0, 90.0]])
+    more = {
+        name: factor * half for name, factor in (("student_entropy", 1), ("teacher_entropy", 2), ("kl", 3), ("top_overlap", 4))
+    }
+    evidence = Evidence(half, half, mask, **more)
+    whole = evidence_metrics(evidence, mask, make_objective({"advantage": "baseline"}))
+    assert whole == {"student/entropy": 1.5, "teacher/entropy": 3.0, "kl/full": 4.5, "teacher/top_overlap": 6.0}
+    assert evidence_metrics(evidence, mask, make_objective({"advantage": "baseline", "k": 5}))["kl/top_k"] == 4.5

@@ -27,8 +27,13 @@ with_verl = pytest.mark.filterwarnings("ignore")  # verl, Ray and their dependen
 def test_every_rule_and_advantage_has_a_name() -> None:
     names = params.presets()
     for rule in WEIGHT_RULES:
-        assert params.loss_mode(Method(weights=rule)) in names
-        assert params.loss_mode(Method(weights=rule, advantage="exopd")) in names
+        if params.EVIDENCE.issuperset(WEIGHT_RULES[rule].needs):
+            assert params.loss_mode(Method(weights=rule)) in names
+            assert params.loss_mode(Method(weights=rule, advantage="exopd")) in names
+        else:
+            assert params.loss_mode(Method(weights=rule)) not in names
+    assert {"iwopd_power", "iwopd_iw_clipped", "iwopd_log_mix"} <= set(names)
+    assert "iwopd_baseline" not in names
     assert params.loss_mode(Method.model_validate(METHODS["iw-opd"])) == "iw_opd"
     assert params.loss_mode(Method()) == "iwopd_uniform"
     assert params.loss_mode(Method(advantage="exopd")) == "iwopd_exopd"
@@ -46,7 +51,7 @@ def test_which_methods_need_the_whole_batch() -> None:
         return Method(**values).made.needs_whole_batch
 
     need = {rule for rule in WEIGHT_RULES if reason(weights=rule)}
-    assert need == {"ideal", "curriculum", "prefix-only", "suffix-only"}
+    assert need == {"ideal", "curriculum", "prefix-only", "suffix-only", "tip", "scope"}
     assert "mean" in (reason(weights="signed", params={"normalize": "mean-one"}) or "")
 
 
@@ -60,6 +65,7 @@ def test_which_methods_need_the_whole_batch() -> None:
         ("iw_opd", {"weights": "cumulative-share", "lambda": 1}, "iwopd: .*no setting 'lambda'"),
         ("iw_opd", {"weights": "cumulative-share", "steps": 0}, "iwopd.steps is 0"),
         ("iw_opd", {"weights": "cumulative-share", "kl_coef": 0.1}, "method.kl_coef is 0.1, but verl drops"),
+        ("iw_opd", {"weights": "cumulative-share", "advantage": "baseline"}, "'baseline'.* needs kl, and verl's"),
     ],
 )
 def test_a_wrong_table_is_refused_by_name(name: str, table: dict[str, Any] | None, message: str) -> None:

@@ -134,7 +134,7 @@ def test_ideal_depends_on_company_and_says_so() -> None:
     assert algo.WEIGHT_RULES["ideal"].batch_dependent
     assert alone.tolist() == [[1.0, 1.0]]
     torch.testing.assert_close(together[:, 1], torch.tensor([-1.0, -3.0]).softmax(0) * 2)
-    assert [rule for rule in algo.WEIGHT_RULES if algo.WEIGHT_RULES[rule].batch_dependent] == ["ideal"]
+    assert [rule for rule in algo.WEIGHT_RULES if algo.WEIGHT_RULES[rule].batch_dependent] == ["ideal", "tip", "scope"]
 
 
 def test_ideal_survives_hopeless_ratios() -> None:
@@ -189,7 +189,7 @@ def test_regions_lie_where_they_should() -> None:
 def test_supervised_mask_is_the_mask_for_all_other_rules() -> None:
     mask = length_mask([3, 0, 5])
     for name in algo.WEIGHT_RULES:
-        supervised = algo.supervised_mask(name, mask)
+        supervised = algo.supervised_mask(name, mask, weights=torch.ones(mask.shape))
         if name not in ("prefix-only", "suffix-only"):
             assert torch.equal(supervised, mask)
             assert supervised is not mask

@@ -4,7 +4,7 @@ Conventions: `[B, T]` tensors are right-padded with a boolean mask; inputs outsi
 there are 0; advantages and weights are detached. `docs/method.md` has the formulas side by side.
 """
 
-from iwopd.algo import position, projection
+from iwopd.algo import position, projection, related_weights, shaped_advantages
 from iwopd.algo._checks import LOGPROB_FLOOR, NonFiniteError
 from iwopd.algo.advantages import exopd_advantages, opd_advantages
 from iwopd.algo.correction import Mismatch, rollout_correction, rollout_mismatch
@@ -43,9 +43,11 @@ __all__ = [
     "policy_loss",
     "position",
     "projection",
+    "related_weights",
     "rollout_correction",
     "rollout_mismatch",
     "scores_of_logits",
+    "shaped_advantages",
     "supervised_mask",
     "support_divergence",
     "token_divergence",

@@ -20,6 +20,15 @@ from iwopd.algo._checks import check_all, check_batch_mask, check_tokens, keep, 
 from iwopd.algo.logprobs import floor_logprobs
 from iwopd.registry import suggestion
 
+FURTHER = {
+    "student_entropy": "[B, T] entropy of the old policy's next-token distribution, in nats",
+    "teacher_entropy": "[B, T] entropy of the teacher's, in nats",
+    "kl": "[B, T] KL(student || teacher) of the old policy over all ids, or over the student's k likeliest (a parameter k > 0)",
+    "top_overlap": "[B, T] share of the k likeliest ids that student and teacher have in common; k: a parameter of the rule",
+    "correct": "[B, T] the rollout's reward in [0, 1] on each of its tokens; NaN where its checker gave no verdict",
+    "prompt": "[B, T] number of the prompt that the rollout answers, on each of its tokens",
+}
+"""Evidence beside log-probs: somebody must be asked for it."""
 EVIDENCE = {
     "mask": "[B, T] valid tokens",
     "gap": "[B, T] a = lp_T - lp_0",
@@ -27,11 +36,7 @@ EVIDENCE = {
     "teacher_logprobs": "[B, T] lp_T, of the teacher",
     "reference_logprobs": "[B, T] lp_R, of the reference model",
     "progress": "share of training done, in [0, 1]",
-    "student_entropy": "[B, T] entropy of the old policy's next-token distribution, in nats",
-    "teacher_entropy": "[B, T] entropy of the teacher's, in nats",
-    "kl": "[B, T] KL(student || teacher) of the old policy over the full vocabulary",
-    "top_overlap": "[B, T] share of the k likeliest ids that student and teacher have in common; k: a parameter of the rule",
-    "correct": "[B, T] the rollout's reward in [0, 1] on each of its tokens; NaN where its checker gave no verdict",
+    **FURTHER,
 }
 """Everything that a formula can ask for."""
 SUPPORT = "support"
@@ -59,6 +64,7 @@ class Evidence:
     kl: Tensor | None = None
     top_overlap: Tensor | None = None
     correct: Tensor | None = None
+    prompt: Tensor | None = None
     reward_advantages: Tensor | None = None
     """What a task reward adds to the weighted advantage, its coefficient applied."""
     support_ids: Tensor | None = None
@@ -176,6 +182,11 @@ def prepare(needed: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"progress must lie in [0, 1], got {values}")
             ready[name] = float(values)
         elif name != "mask":
-            check_tokens(name, values, mask & ~torch.isnan(values) if name == "correct" else mask)
+            known = mask
+            if name == "correct":  # NaN: no verdict
+                known = mask & ~values.isnan()
+                if (wrong := known & ~((values >= 0) & (values <= 1))).any():
+                    raise ValueError(f"correct must lie in [0, 1], got {float(values[wrong][0])}")
+            check_tokens(name, values, known)
             ready[name] = wide(keep(values.detach(), mask))
     return ready

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from iwopd.algo.evidence import Formula
 from iwopd.registry import Registry
 
 RuleFunction = Callable[..., Tensor]
+POSITIVE: Literal["positive"] = "positive"
+"""Of `WeightRule.supervised`: the tokens with a positive weight."""
 
 FAMILIES = {
     "sums": (
@@ -28,6 +30,10 @@ FAMILIES = {
         "The prefix's importance ratio to the power of alpha over its mean. That mean is 1 everywhere: the median is drawn.",
     ),
     "position": ("Weights by position alone", "Rules that look at no gap, only at where a token is."),
+    "evidence": (
+        "Weights from more evidence",
+        "Rules that look at entropies, whole distributions, likely ids or the rollout's verdict.",
+    ),
     "other": ("Other rules", "Rules from plug-ins, with their defaults."),
 }
 """Families of rules: title, and what they have in common. The report draws one chart for each."""
@@ -42,8 +48,9 @@ class WeightRule(Formula):
     """The function takes `progress`. Follows from its parameters."""
     batch_dependent: bool = False
     """A rollout's weights depend on the other rollouts of the batch."""
-    supervised: RuleFunction | None = None
-    """`(mask, **params) -> mask` of the tokens that count in the denominator; None: all valid ones."""
+    supervised: RuleFunction | Literal["positive"] | None = None
+    """The tokens that count in the denominator. None: all valid ones; `POSITIVE`: those with a positive weight; or a function
+    `(mask, **params) -> mask`."""
     title: str = ""
     family: str = "other"
 
@@ -62,7 +69,7 @@ def register(
     formula: str,
     source: str,
     batch_dependent: bool = False,
-    supervised: RuleFunction | None = None,
+    supervised: RuleFunction | Literal["positive"] | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function as the weight rule `name`."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from iwopd.algo._checks import check_batch_mask, check_tokens, keep, wide
 from iwopd.algo.evidence import EVIDENCE, Evidence, prefix_sum, prepare
-from iwopd.algo.registry import WEIGHT_RULES, WeightRule, register
+from iwopd.algo.registry import POSITIVE, WEIGHT_RULES, WeightRule, register
 
 __all__ = ["WEIGHT_RULES", "WeightRule", "rule_weights", "supervised_mask", "token_weights"]
 
@@ -70,14 +70,23 @@ def _weights(rule: WeightRule, needed: Mapping[str, Any], params: Mapping[str, o
 
 
 @torch.no_grad()
-def supervised_mask(name: str, mask: Tensor, **params: object) -> Tensor:
-    """Tokens that count in the loss's denominator: all valid ones, or the supervised part under prefix-/suffix-only."""
+def supervised_mask(name: str, mask: Tensor, *, weights: Tensor | None = None, **params: object) -> Tensor:
+    """Tokens that count in the loss's denominator: all valid ones, or those that the rule supervises.
+
+    `weights` are the rule's own on these tokens; only a rule that supervises those with a positive weight needs them.
+    """
     rule = WEIGHT_RULES[name]
     for name_of_other in ("normalize", "progress"):  # `token_weights` takes them; they do not change which tokens count
         params.pop(name_of_other, None)
     rule.check_params(params, "normalize")
     check_batch_mask(mask)
-    return mask.clone() if rule.supervised is None else rule.supervised(mask, **params) & mask
+    if rule.supervised is None:
+        return mask.clone()
+    if rule.supervised == POSITIVE:
+        if weights is None:
+            raise ValueError(f"weight rule {rule.name!r} supervises the tokens with a positive weight: pass its weights")
+        return mask & (weights > 0)
+    return rule.supervised(mask, **params) & mask
 
 
 # --- the rules ------------------------------------------------------------------------------------------------------
@@ -209,11 +218,11 @@ def curriculum(
 
 
 def _prefix(mask: Tensor, ratio: float = 0.3) -> Tensor:
-    return mask & (mask.cumsum(-1) <= _ceil_share(ratio, mask))
+    return mask & (mask.cumsum(-1) <= ceil_share(ratio, mask))
 
 
 def _suffix(mask: Tensor, ratio: float = 0.3) -> Tensor:
-    return mask & (mask.cumsum(-1) > mask.sum(-1, keepdim=True) - _ceil_share(ratio, mask))
+    return mask & (mask.cumsum(-1) > mask.sum(-1, keepdim=True) - ceil_share(ratio, mask))
 
 
 @register(
@@ -247,7 +256,8 @@ def suffix_only(mask: Tensor, *, ratio: float = 0.3) -> Tensor:
     title="Survival",
     family="sums",
     formula="floor + (1 - floor) * exp(-D[t] / tau),  D[t] = sum_{k<t} d[k],  d = max(-a, 0);  count='all': d = |a|",
-    source="ours: docs/results.md",
+    source="ours (docs/results.md). Its exp(-D / tau) is prod_{k<t} min(1, p_T / p_0)^(1/tau): TrOPD's acceptance (arXiv"
+    " 2606.01249) over the prefix, IW-OPD's ideal ratio without what is above 1; Prune-OPD (arXiv 2605.07804) counts instead",
 )
 def survival(
     gap: Tensor, mask: Tensor, *, tau: float = 1.0, floor: float = 0.0, count: Literal["negative", "all"] = "negative"
@@ -283,7 +293,7 @@ def _share(values: Tensor, mask: Tensor, total: str) -> Tensor:
     return torch.where(denominator == 0, 0.0, before / denominator)
 
 
-def _ceil_share(ratio: float, mask: Tensor) -> Tensor:
+def ceil_share(ratio: float, mask: Tensor) -> Tensor:
     """`ceil(ratio * T)` for every rollout [B, 1], exact for the decimal the user wrote: floats get 0.3 * T wrong."""
     exact = Fraction(str(_check_ratio(ratio)))
     counts = [math.ceil(exact * length) for length in mask.sum(-1).tolist()]

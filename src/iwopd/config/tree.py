@@ -88,6 +88,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _rollouts_are_judged(self) -> Self:
+        reward = getattr(self, "reward", None)
+        if "correct" in self.method.made.needs and getattr(reward, "checker", None) is None:
+            raise ValueError(
+                f"the method ({self.method.made.who}) needs to know which rollouts are right, and nobody judges them: set "
+                '[reward] checker = "..." (coefficient = 0 adds no reward), or choose other weights'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _weights_can_be_sharded(self) -> Self:
         if self.optim.shard and self.lora.quantize != "none":
             raise ValueError(

@@ -14,7 +14,7 @@ def keeps_states(objective: Objective, *, again: bool, most: float, ranks: int) 
     """`again`: the teacher's model is in this process and could compute them again; `most`: bytes of a step's states."""
     if not objective.asks.teacher.states:
         return False
-    needed_now = "kl" in objective.needs or not again
+    needed_now = objective.needs_whole_kl or not again
     return needed_now or (ranks == 1 and most <= KEPT_STATES)
 
 

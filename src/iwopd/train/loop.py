@@ -81,7 +81,7 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> Ste
     clock.lap("update")
     if update.skipped and parts.ranks.is_main:
         dump_skipped(run.path, scored.batch, {**columns, "weights": signal.weights[scored.batch.mask]}, step)
-    metrics = step_metrics(scored, signal, written.rollouts, update, objective.metrics) | mismatch
+    metrics = step_metrics(scored, signal, written.rollouts, update, objective) | mismatch
     skipped = update.skipped > 0
     return StepStats(step, update.loss, update.grad_norm, update.tokens, len(written.rollouts), skipped, clock.laps, metrics)
 

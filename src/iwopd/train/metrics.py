@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from iwopd import algo
-from iwopd.algo.objectives import TrainingSignal
+from iwopd.algo.evidence import Evidence
+from iwopd.algo.objectives import Objective, TrainingSignal
 from iwopd.train.learner import Update
 from iwopd.types import Rollout
 
@@ -33,9 +34,9 @@ class Clock:
 
 
 def step_metrics(
-    scored: ScoredStep, signal: TrainingSignal, rollouts: Sequence[Rollout], update: Update, group: str
+    scored: ScoredStep, signal: TrainingSignal, rollouts: Sequence[Rollout], update: Update, objective: Objective
 ) -> dict[str, Any]:
-    """What happened in a step, by name; the objective's own statistics begin with `group`."""
+    """What happened in a step, by name."""
     lengths = [len(rollout) for rollout in rollouts]
     return {
         "rollout/length_mean": sum(lengths) / len(lengths),
@@ -46,8 +47,9 @@ def step_metrics(
         "update/padding_waste": update.padding_waste,
         "update/count": update.updates,
         "update/skipped": update.skipped,
-        **{f"{group}/{name}": value for name, value in update.stats.as_dict().items()},
+        **{f"{objective.metrics}/{name}": value for name, value in update.stats.as_dict().items()},
         **signal_metrics(signal),
+        **evidence_metrics(scored.evidence, signal.mask, objective),
     }
 
 
@@ -65,6 +67,18 @@ def signal_metrics(signal: TrainingSignal) -> dict[str, Any]:
         "weights/max": float(weights.max()) if len(weights) else 0.0,
         **{f"position/{name}": curve.mean.tolist() for name, curve in curves.items() if curve is not None},
     }
+
+
+def evidence_metrics(evidence: Evidence, mask: Tensor, objective: Objective) -> dict[str, float]:
+    """Means of the evidence that the objective asked for anyway."""
+    names = {
+        "student_entropy": "student/entropy",
+        "teacher_entropy": "teacher/entropy",
+        "kl": "kl/top_k" if objective.kl_k else "kl/full",
+        "top_overlap": "teacher/top_overlap",
+    }
+    found = {shown: getattr(evidence, name) for name, shown in names.items()}
+    return {shown: mean(values[mask]) for shown, values in found.items() if values is not None}
 
 
 def mean(values: Tensor) -> float:

@@ -19,7 +19,7 @@ from iwopd.train.learner import ForwardPass
 from iwopd.train.micro_batch import STATES
 from iwopd.train.pipeline import Written, look
 from iwopd.train.state import TrainingStoppedError
-from iwopd.types import Rollout, ScoredRollout, TokenBatch
+from iwopd.types import Rollout, ScoredRollout, TokenBatch, number_prompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ def scored_rollouts(
     reference: Sequence[Tensor] | None,
 ) -> list[ScoredRollout]:
     """Rollouts with all that the objective needs to know of them; -inf of teacher and reference floored."""
-    objective, found = parts.objective, []
+    objective, found, numbers = parts.objective, [], number_prompts(rollouts)
     for row, (rollout, ours, theirs) in enumerate(zip(rollouts, student, teacher, strict=True)):
         everywhere = torch.ones(len(rollout), dtype=torch.bool)
         lp_r = None
@@ -79,7 +79,9 @@ def scored_rollouts(
             lp_r = algo.floor_logprobs(reference[row], everywhere, name="reference_logprobs").logprobs
         lp_t = algo.floor_logprobs(theirs.logprobs, everywhere).logprobs
         more = objective.further_evidence(ours, theirs)
-        if "kl" in objective.needs:
+        if "prompt" in objective.needs:
+            more["prompt"] = torch.full_like(ours.logprobs, float(numbers[row]))
+        if objective.needs_whole_kl:
             more["kl"] = pair_kl(ours, parts.student_scorer.output_matrix(), theirs, parts.teacher_scorer.output_matrix())
         states = theirs.states if objective.needs_teacher_distribution else None
         found.append(ScoredRollout(rollout, ours.logprobs, lp_t, lp_r, more, states))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from iwopd.algo._checks import on_cpu
 from iwopd.algo.asking import Asked, Support, asked_for, further_evidence
-from iwopd.algo.evidence import TEACHER_DISTRIBUTION, Evidence
+from iwopd.algo.evidence import FURTHER, TEACHER_DISTRIBUTION, WEIGHTS, Evidence, Formula
 from iwopd.algo.head import Precision
 from iwopd.algo.views import NO_ID, TokenScores
 from iwopd.algo.weights import WEIGHT_RULES, WeightRule, rule_weights, supervised_mask
@@ -155,9 +155,15 @@ class Objective(ABC):
         return WEIGHT_RULES[self.weights]
 
     @property
+    def formulas(self) -> list[tuple[Formula, Mapping[str, Any]]]:
+        """What it is made of, with their parameters: they ask for evidence."""
+        return [(self.rule, self.params)]
+
+    @property
     def needs(self) -> frozenset[str]:
-        """The evidence that it asks for, its weight rule's included."""
-        return frozenset(self.rule.needs) | {"mask", "gap", "old_logprobs", "teacher_logprobs"}
+        """The evidence that it asks for, that of its formulas included."""
+        asked = {name for formula, _ in self.formulas for name in formula.needs} - {WEIGHTS}
+        return frozenset(asked | {"mask", "gap", "old_logprobs", "teacher_logprobs"})
 
     @property
     def who(self) -> str:
@@ -171,19 +177,40 @@ class Objective(ABC):
 
     @property
     def overlap_k(self) -> int:
-        """How many of the likeliest ids `top_overlap` looks at: the rule's parameter `k`."""
-        return int({**self.rule.params, **self.params}.get("k", 0))
+        """How many of the likeliest ids `top_overlap` looks at: the parameter `k` of the formula that asks for it."""
+        return self._k_of("top_overlap")
+
+    @property
+    def kl_k(self) -> int:
+        """Over how many of the student's likeliest ids `kl` is taken; 0: over all, or nobody asks for it."""
+        return self._k_of("kl")
+
+    def _k_of(self, name: str) -> int:
+        found = {
+            f"{formula.kind} {formula.name!r}": int({**formula.params, **params}.get("k", 0))
+            for formula, params in self.formulas
+            if name in formula.needs
+        }
+        if len(set(found.values())) > 1:
+            said = " and ".join(f"{who} with k = {k}" for who, k in found.items())
+            raise ValueError(f"{name} is computed once, but asked for by {said}: give both the same k")
+        return next(iter(found.values()), 0)
+
+    @property
+    def needs_whole_kl(self) -> bool:
+        """Whether `kl` is asked for over all ids, and so made of both models' hidden states."""
+        return "kl" in self.needs and not self.kl_k
 
     @property
     def asks(self) -> Asked:
         """What student and teacher must say of every token, so that the evidence can be made."""
-        return asked_for(
-            self.needs, overlap_k=self.overlap_k, support=self.compared_ids, states=self.needs_teacher_distribution
-        )
+        sizes = {"overlap_k": self.overlap_k, "kl_k": self.kl_k}
+        return asked_for(self.needs, **sizes, support=self.compared_ids, states=self.needs_teacher_distribution)
 
     def further_evidence(self, student: TokenScores, teacher: TokenScores) -> dict[str, Tensor]:
         """Evidence of one rollout [T, ...] by name, of what both said of its tokens."""
-        return further_evidence(self.needs, student, teacher, overlap_k=self.overlap_k, support=self.compared_ids)
+        sizes = {"overlap_k": self.overlap_k, "kl_k": self.kl_k}
+        return further_evidence(self.needs, student, teacher, **sizes, support=self.compared_ids)
 
     @property
     def needs_reference(self) -> bool:
@@ -209,7 +236,7 @@ class Objective(ABC):
         if "progress" in self.needs:
             return "it follows the training progress"
         if self.rule.supervised is not None:
-            return "tokens outside its region leave the loss's denominator"
+            return "tokens that it does not supervise leave the loss's denominator"
         return None
 
     # --- from evidence to the loss ---
@@ -218,7 +245,7 @@ class Objective(ABC):
     def signal(self, evidence: Evidence) -> TrainingSignal:
         """Weights and update direction of whole rollouts, before any split into micro-batches."""
         weights = rule_weights(self.rule, evidence, self.params)
-        supervised = supervised_mask(self.weights, evidence.mask, **self.params)
+        supervised = supervised_mask(self.weights, evidence.mask, weights=weights, **self.params)
         direction = torch.where(supervised, self.direction(evidence, weights), 0.0)
         return TrainingSignal(evidence.mask, evidence.gap, weights, direction, supervised)
 
@@ -281,9 +308,15 @@ class Objective(ABC):
 
     def check(self) -> None:
         """Refuse wrong values now, on two tokens, and not after the first rollouts."""
+        if "top_overlap" in self.needs and self.overlap_k < 1:
+            raise ValueError(
+                f"{self.who}: top_overlap needs a parameter k, how many likely ids are compared; it must be at least 1"
+            )
+        if self.kl_k < 0:
+            raise ValueError(f"{self.who}: k must not be negative, got {self.kl_k} (0: the KL over all ids)")
         nothing = torch.zeros(1, 2)
         ids = torch.full((1, 2, 1), NO_ID)
-        more = dict.fromkeys(("student_entropy", "teacher_entropy", "kl", "top_overlap", "correct", "support_rest"), nothing)
+        more = dict.fromkeys([*FURTHER, "support_rest"], nothing)
         evidence = Evidence(
             nothing, nothing, nothing == 0, nothing, 0.0, support_ids=ids, support_logprobs=torch.zeros(1, 2, 1), **more
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from iwopd.algo.advantages import ADVANTAGES
 from iwopd.algo.correction import CORRECTION_THRESHOLD, rollout_correction
-from iwopd.algo.evidence import WEIGHTS, Evidence
+from iwopd.algo.evidence import Evidence, Formula
 from iwopd.algo.fused_loss import fused_policy_loss
 from iwopd.algo.loss import CLIP, DUAL_CLIP, PolicyLoss, PolicyStats, check_loss_arguments, policy_loss
 from iwopd.algo.objectives.base import Objective, Setting, TokenStates, TrainingSignal, setting
@@ -51,9 +51,12 @@ class PolicyGradient(Objective):
         return f"objective {self.name!r}, advantage {self.advantage!r}, weights {self.weights!r}"
 
     @property
+    def formulas(self) -> list[tuple[Formula, Mapping[str, Any]]]:
+        return [*super().formulas, (ADVANTAGES[self.advantage], self.advantage_params)]
+
+    @property
     def needs(self) -> frozenset[str]:
-        own = set(ADVANTAGES[self.advantage].needs) - {WEIGHTS}
-        return super().needs | own | ({"reference_logprobs"} if self.kl_coef else set())
+        return super().needs | ({"reference_logprobs"} if self.kl_coef else set())
 
     @property
     def needs_output_matrix(self) -> str | None:

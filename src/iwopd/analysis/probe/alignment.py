@@ -4,31 +4,35 @@ The update of a rule on a batch is `sum_t w[t] A[t] grad lp[t]` over the rollout
 denominator does not turn it). The reference is `sum_t grad lp[t]` over the tokens of correct solutions to the same prompts. The
 cosine of the two says how much of a step is progress; it needs no training and no sampling beyond the rollouts.
 
+A few updates are also looked at on right and on wrong rollouts, as many of each, because cosines grow with their number.
+
 Memory: parameters, reference gradient, one update, and the activations of one micro-batch. So rules are the outer loop and
 micro-batches the inner one. If the batch is one micro-batch, its forward pass is kept for all rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from iwopd.algo.evidence import Evidence
 from iwopd.algo.gradients import cosine
 from iwopd.analysis.probe.intervals import over_batches
 from iwopd.analysis.probe.positions import named_regions
-from iwopd.analysis.probe.result import Aligned, Alignment, Drift
+from iwopd.analysis.probe.result import Aligned, Alignment, ByVerdict, Drift, Estimate
 from iwopd.analysis.probe.rules import Rule
+from iwopd.analysis.probe.scoring import Tokens
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.types import Rollout
 
 TOKEN_BUDGET = 4096
 """Tokens of one micro-batch."""
 Advance = Callable[[int], None]
+SIDES = ("right", "wrong")
 REGIONS = {
     "before": "OPD before the first drift",
     "at": "OPD on the first drift",
@@ -42,9 +46,18 @@ class AlignmentBatch:
     """Rollouts with their scores, and one correct solution for each of their prompts."""
 
     rollouts: list[Rollout]
-    evidence: Evidence  # [B, T]
-    solutions: list[tuple[Tensor, Tensor]]
-    """Prompt ids and solution ids, end-of-sequence included."""
+    tokens: Tokens
+    """[B, T] of these rollouts."""
+    solutions: dict[str, Tensor]
+    """Solution ids by prompt id, end-of-sequence included."""
+
+    def verdict(self, right: bool) -> list[int]:
+        """The first right (or wrong) rollouts, as many as there are of both."""
+        if self.tokens.correct is None:
+            return []
+        sides = [(self.tokens.correct > 0.5).nonzero(), (self.tokens.correct <= 0.5).nonzero()]
+        rows = sides[0] if right else sides[1]
+        return rows.flatten().tolist()[: min(len(side) for side in sides)]
 
 
 class TokenGradients:
@@ -84,23 +97,31 @@ class TokenGradients:
         return logprobs
 
 
-def batch_cosines(
+def cosines(
     lm: ResponseModel,
     batch: AlignmentBatch,
-    rules: Sequence[Rule],
-    threshold: float,
+    directions: Mapping[str, Tensor],
+    rows: Sequence[int],
     budget: int = TOKEN_BUDGET,
     advance: Advance = lambda directions: None,
 ) -> dict[str, float]:
-    """Cosine of every rule's update, and of OPD's on each region, with the gradient towards the solutions."""
-    prompts, solutions = ([pair[place] for pair in batch.solutions] for place in range(2))
+    """Cosine of updates on some of the batch's rollouts with the gradient towards the solutions of their prompts.
+
+    `directions` are coefficients [B, T] by name. NaN of no rollouts.
+    """
+    if not rows:
+        advance(len(directions))
+        return dict.fromkeys(directions, math.nan)
+    rollouts = [batch.rollouts[row] for row in rows]
+    asked = {rollout.prompt.id: torch.tensor(rollout.prompt.token_ids) for rollout in rollouts}
+    solutions = [batch.solutions[id_] for id_ in asked]
     every_token = pad_sequence([torch.ones(len(ids)) for ids in solutions], batch_first=True)
-    target = TokenGradients(lm, prompts, solutions, budget).of(every_token)
-    prompts = [torch.tensor(rollout.prompt.token_ids) for rollout in batch.rollouts]
-    updates = TokenGradients(lm, prompts, [rollout.response_ids for rollout in batch.rollouts], budget)
+    target = TokenGradients(lm, list(asked.values()), solutions, budget).of(every_token)
+    prompts = [asked[rollout.prompt.id] for rollout in rollouts]
+    updates = TokenGradients(lm, prompts, [rollout.response_ids for rollout in rollouts], budget)
     found = {}
-    for key, coefficients in _directions(batch, rules, threshold).items():
-        found[key] = cosine(updates.of(coefficients), target)
+    for key, coefficients in directions.items():
+        found[key] = cosine(updates.of(coefficients[list(rows)]), target)
         advance(1)
     return found
 
@@ -110,28 +131,58 @@ def measure_alignment(
     batches: Sequence[AlignmentBatch],
     rules: Sequence[Rule],
     drift: Drift,
+    split: Sequence[str] = (),
     advance: Advance = lambda directions: None,
 ) -> Alignment:
-    """Cosines over batches, with t intervals and paired differences to plain OPD (the rule `opd`)."""
+    """Cosines over batches, with t intervals and paired differences to plain OPD (the rule `opd`).
+
+    `split` names the rules that are also looked at on right and on wrong rollouts.
+    """
     lm.model.eval()
-    rows = [batch_cosines(lm, batch, rules, drift.threshold, advance=advance) for batch in batches]
+    rows: list[dict[str, float]] = []
+    for batch in batches:
+        directions = _directions(batch, rules, drift.threshold)
+        found = cosines(lm, batch, directions, range(len(batch.rollouts)), advance=advance)
+        few = {key: directions[key] for key in split}
+        for side in SIDES if few else ():
+            on_side = cosines(lm, batch, few, batch.verdict(side == "right"), advance=advance)
+            found |= {_on_side(key, side): value for key, value in on_side.items()}
+        rows.append(found)
+
+    def estimate(key: str) -> Estimate:
+        return over_batches([row[key] for row in rows])
+
+    def against(key: str, other: str) -> Estimate:
+        return over_batches([row[key] - row[other] for row in rows])
 
     def aligned(key: str, title: str) -> Aligned:
-        gain = None if key == "opd" else over_batches([row[key] - row["opd"] for row in rows])
+        gain = None if key == "opd" else against(key, "opd")
         share = getattr(drift, key) if key in REGIONS else None
-        return Aligned(key=key, title=title, cosine=over_batches([row[key] for row in rows]), gain=gain, share=share)
+        return Aligned(key=key, title=title, cosine=estimate(key), gain=gain, share=share)
 
+    def by_verdict(rule: Rule) -> ByVerdict:
+        right, wrong = (_on_side(rule.key, side) for side in SIDES)
+        sides = {"right": estimate(right), "wrong": estimate(wrong), "difference": against(wrong, right)}
+        return ByVerdict(key=rule.key, title=rule.title, **sides)
+
+    compared = sum(len(batch.verdict(right=True)) for batch in batches)
     return Alignment(
         batches=len(batches),
         batch_prompts=len(batches[0].solutions),
         rules=[aligned(rule.key, rule.title) for rule in rules],
         regions=[aligned(key, title) for key, title in REGIONS.items()],
+        verdicts=[by_verdict(rule) for rule in rules if rule.key in split] if compared else [],
+        compared=compared,
     )
+
+
+def _on_side(key: str, side: str) -> str:
+    return f"{key}, {side}"
 
 
 def _directions(batch: AlignmentBatch, rules: Sequence[Rule], threshold: float) -> dict[str, Tensor]:
     """Coefficients [B, T] of each update."""
-    found = {rule.key: rule.signal(batch.evidence).advantages for rule in rules}
-    gap = batch.evidence.gap
-    regions = named_regions(gap, batch.evidence.mask, threshold)
+    found = {rule.key: rule.signal(batch.tokens).advantages for rule in rules}
+    gap, mask = batch.tokens.gap, batch.tokens.mask
+    regions = named_regions(gap, mask, threshold)
     return found | {key: torch.where(region, gap, 0.0) for key, region in regions.items()}

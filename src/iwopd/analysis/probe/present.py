@@ -47,6 +47,9 @@ def print_probe(probe: Probe, console: Console) -> None:
         if (part := getattr(probe, name)) is not None:
             console.print()
             console.print(show(part))
+    if probe.alignment is not None and probe.alignment.verdicts:
+        console.print()
+        console.print(_verdicts(probe.alignment))
     console.print()
     for name, reason in probe.missing.items():
         console.print(Text(f"not measured: {name} ({reason})"))
@@ -99,7 +102,7 @@ def _likelihood(part: Likelihood) -> Table:
 
 
 def _rules(part: Rules) -> Table:
-    title = "What each weight rule would do to these rollouts"
+    title = "What each weight rule, and each advantage with weight 1, would do to these rollouts"
     table = _table(title, "rule", "weight, first part", "last part", "effective tokens, %", "update on first 30 %", "")
     for rule in part.rules:
         ends = (rule.weights.mean[0], rule.weights.mean[-1])
@@ -128,6 +131,14 @@ def _alignment(part: Alignment) -> Table:
         gain = "" if row.gain is None else row.gain.plus_minus(sign="+")
         share = "" if row.share is None else _percent(row.share)
         table.add_row(row.title, row.cosine.plus_minus(), gain, share, bar(row.cosine.mean, most))
+    return table
+
+
+def _verdicts(part: Alignment) -> Table:
+    title = f"The same on right and on wrong rollouts ({part.compared} of each)"
+    table = _table(title, "update", "right", "wrong", "wrong minus right")
+    for row in part.verdicts:
+        table.add_row(row.title, row.right.plus_minus(), row.wrong.plus_minus(), row.difference.plus_minus(sign="+"))
     return table
 
 

@@ -146,12 +146,14 @@ class Likelihood(Part):
 
 
 class RuleEffect(Part):
-    """What a weight rule would do to these rollouts."""
+    """What a weight rule, or an advantage, would do to these rollouts."""
 
     key: str
     title: str
     rule: str
     params: dict[str, Any]
+    advantage: str = "opd"
+    """Another than plain OPD's stands under uniform weights."""
     weights: Curve
     spread: Curve | None = None
     """Median (`mean`), 10th (`low`) and 90th percentile (`high`) of the tokens' weights by relative position: no interval, but
@@ -191,12 +193,27 @@ class Aligned(Part):
     """Of regions: their part of the total of |gap|."""
 
 
+class ByVerdict(Part):
+    """The same on right and on wrong rollouts, as many of each, with the solutions of their own prompts."""
+
+    key: str
+    title: str
+    right: Estimate
+    wrong: Estimate
+    difference: Estimate
+    """Wrong minus right, paired by batch."""
+
+
 class Alignment(Part):
     batches: int
     batch_prompts: int
     rules: list[Aligned]
     regions: list[Aligned]
     """Plain OPD on some tokens only: before, at, until (both) and after the first drift."""
+    verdicts: list[ByVerdict] = Field(default_factory=list)
+    """Of a few rules; empty where rollouts were not judged, or no batch has right and wrong ones."""
+    compared: int = 0
+    """Right rollouts of all batches that were compared with as many wrong ones."""
 
 
 class Rollouts(Part):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from iwopd.algo.budget import effective_share, region_share
 from iwopd.algo.drift import prefix_sums, rebound
-from iwopd.algo.evidence import Evidence
-from iwopd.algo.objectives import PolicyGradient, TrainingSignal
+from iwopd.algo.objectives import Objective, TrainingSignal, make_objective
 from iwopd.algo.position import bin_values, fraction_bins
 from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import beginning
@@ -25,24 +25,36 @@ from iwopd.methods import probed_methods
 
 @dataclass(frozen=True)
 class Rule:
-    """A weight rule with parameters, under plain OPD."""
+    """A weight rule with parameters under plain OPD, or an advantage under uniform weights: a `[method]` section."""
 
     key: str
     title: str
-    weights: str
-    params: dict[str, Any] = field(default_factory=dict)
+    section: Mapping[str, Any] = field(default_factory=dict)
 
-    def signal(self, evidence: Evidence) -> TrainingSignal:
+    @cached_property
+    def objective(self) -> Objective:
+        return make_objective(self.section)
+
+    @property
+    def weights(self) -> str:
+        return self.objective.weights
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return self.objective.params
+
+    @property
+    def advantage(self) -> str:
+        return str(self.section.get("advantage", "opd"))
+
+    def signal(self, tokens: Tokens) -> TrainingSignal:
         """What training with this rule would start from (a curriculum stands at its beginning)."""
-        return PolicyGradient(weights=self.weights, params=self.params).signal(evidence)
+        return self.objective.signal(tokens.evidence(self.objective))
 
 
 def probe_rules(gamma: float = 0.5, more: Sequence[str] = ()) -> list[Rule]:
     """Those of the catalogue, then those that were asked for."""
-    rules = [
-        Rule(key, title, section.get("weights", "uniform"), section.get("params", {}))
-        for key, (title, section) in probed_methods(gamma).items()
-    ]
+    rules = [Rule(key, title, section) for key, (title, section) in probed_methods(gamma).items()]
     return rules + [named_rule(text) for text in dict.fromkeys(more) if text not in {rule.key for rule in rules}]
 
 
@@ -55,11 +67,12 @@ def named_rule(text: str) -> Rule:
         if not equals:
             raise ProbeError(f"--rule {text!r}: write parameters as name=value, separated by commas")
         params[key.strip()] = parse_value(value.strip())
+    section = {"weights": name, "params": params}
     try:
-        PolicyGradient(weights=name, params=params).check()
+        make_objective(section)
     except (TypeError, ValueError, LookupError) as error:
         raise ProbeError(f"--rule {text!r}: {error}") from None
-    return Rule(text, text, name, params)
+    return Rule(text, text, section)
 
 
 def iw_key(gamma: float) -> str:
@@ -76,7 +89,7 @@ def measure_rules(tokens: Tokens, bootstrap: Bootstrap, bins: int, rules: Sequen
 
 
 def _effect(rule: Rule, tokens: Tokens, bootstrap: Bootstrap, bins: int) -> RuleEffect:
-    signal = rule.signal(tokens.evidence)
+    signal = rule.signal(tokens)
     weights, update = signal.weights.double(), signal.advantages.double().abs()
     first = torch.where(beginning(tokens.mask), update, 0.0)
     index = fraction_bins(tokens.mask, bins)
@@ -84,7 +97,8 @@ def _effect(rule: Rule, tokens: Tokens, bootstrap: Bootstrap, bins: int) -> Rule
         key=rule.key,
         title=rule.title,
         rule=rule.weights,
-        params=rule.params,
+        params=dict(rule.params),
+        advantage=rule.advantage,
         weights=bootstrap.mean_curve(bin_values(weights, index, bins)),
         spread=_spread(weights, index, bins),
         effective=bootstrap.estimate(effective_share, weights.sum(-1), weights.square().sum(-1), tokens.mask.sum(-1)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,15 +13,14 @@ from torch import Tensor
 
 import iwopd
 from iwopd import algo
-from iwopd.algo.evidence import Evidence
 from iwopd.analysis.handoff import handoff_scores, text_of
-from iwopd.analysis.probe.alignment import REGIONS, AlignmentBatch, measure_alignment
+from iwopd.analysis.probe.alignment import REGIONS, SIDES, AlignmentBatch, measure_alignment
 from iwopd.analysis.probe.inputs import Material, Pair
 from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import measure_drift, measure_likelihood, measure_positions, measure_top_k_overlap
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Part, Probe, ProbeError, Rollouts
-from iwopd.analysis.probe.rules import measure_rules, probe_rules
-from iwopd.analysis.probe.scoring import Tokens, number_prompts, score_tokens
+from iwopd.analysis.probe.rules import iw_key, measure_rules, probe_rules
+from iwopd.analysis.probe.scoring import Tokens, score_tokens, with_verdicts
 from iwopd.analysis.probe.settings import PARTS, ProbeSettings
 from iwopd.analysis.probe.verdict import judge
 from iwopd.eval.statistics import interval_over_problems
@@ -31,7 +31,7 @@ from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
 from iwopd.rope import fix_rope
 from iwopd.stages import StageListener
-from iwopd.types import Rollout
+from iwopd.types import Rollout, number_prompts
 
 CHUNK_PROMPTS = 64
 """Prompts that are sampled in one call: enough to fill a batch, few enough to show progress."""
@@ -54,16 +54,21 @@ class _Run:
         longest = max((len(prompt.token_ids) for prompt in material.prompts), default=0) + 2 * settings.max_tokens
         self.notes += [words for model in (pair.student, pair.teacher) if (words := fix_rope(model, longest)) is not None]
         self.student = self._lm(pair.student)
+        for rule in self.rules:
+            if (k := rule.objective.asks.student.top_k) > pair.vocab_size:
+                raise ProbeError(f"the rule {rule.key!r} looks at {k} likely ids (k), but the vocabulary has {pair.vocab_size}")
 
     def finish(self) -> Probe:
         rollouts = self._sample()
         about = self._look_at(rollouts)
+        verdicts = self._judge(rollouts)
         answers = [rollout for rollout in rollouts if not _empty(rollout)]
         tokens = self._score(answers)
-        self._handoff(rollouts, about)
+        self._handoff(rollouts, verdicts, about)
         self.pair.teacher = None
         if tokens is not None:
-            self._measure(tokens, answers)
+            scores = [score for rollout, score in zip(rollouts, verdicts, strict=True) if not _empty(rollout)]
+            self._measure(with_verdicts(tokens, scores), answers)
         probe = Probe(
             iwopd=iwopd.__version__,
             student=self.pair.student_name,
@@ -119,22 +124,44 @@ class _Run:
             mean_tokens=sum(len(rollout) for rollout in rollouts) / len(rollouts),
         )
 
+    def _judge(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """The score of each rollout in [0, 1]; NaN where nobody can judge it. Without any, rules that need it are left out."""
+        check = self.material.check
+        scores = [math.nan] * len(rollouts)
+        known = [row for row, rollout in enumerate(rollouts) if rollout.prompt.id in self.material.checkable]
+        if check is not None and known and not self.missing.keys() >= {"handoff", "rules", "alignment"}:
+            with self._stage("verdicts", len(known)):
+                texts = [text_of(self.pair.tokenizer, rollouts[row].response_ids) for row in known]
+                verdicts = check([rollouts[row].prompt for row in known], texts)
+                for row, verdict in zip(known, verdicts, strict=True):
+                    scores[row] = verdict.score
+                self.progress.advance(len(known))
+        if all(map(math.isnan, scores)):
+            blind = [rule for rule in self.rules if "correct" in rule.objective.needs]
+            self.rules = [rule for rule in self.rules if rule not in blind]
+            if blind and "rules" not in self.missing:
+                names = " and ".join(rule.title for rule in blind)
+                self.notes.append(f"{names}: left out, because nobody judges the rollouts (name a --task, or add 'answer')")
+        return scores
+
     def _score(self, answers: Sequence[Rollout]) -> Tokens | None:
         if not answers or all(part in self.missing for part in PARTS if part != "handoff"):
             return None
         top_k = min(self.settings.top_k, self.pair.vocab_size)
+        methods = [rule.objective for rule in self.rules]
         with self._stage("scores", len(answers)):
             try:
-                teacher = self._lm(self.pair.teacher)
-                return score_tokens(self.student, teacher, answers, top_k=top_k, advance=self.progress.advance)
+                teacher, advance = self._lm(self.pair.teacher), self.progress.advance
+                return score_tokens(self.student, teacher, answers, top_k=top_k, methods=methods, advance=advance)
             except algo.NonFiniteError as error:
                 raise ProbeError(f"the pair cannot be scored: {error}; the weights of one of them may hold NaN") from None
 
-    def _handoff(self, rollouts: Sequence[Rollout], about: Rollouts) -> None:
+    def _handoff(self, rollouts: Sequence[Rollout], verdicts: Sequence[float], about: Rollouts) -> None:
         material, settings = self.material, self.settings
         if "handoff" in self.missing:
             return
-        known = [rollout for rollout in rollouts if rollout.prompt.id in material.checkable]
+        judged = [row for row, score in enumerate(verdicts) if not math.isnan(score)]
+        known = [rollouts[row] for row in judged]
         if material.check is None or not known:
             self._miss(["handoff"], "the prompts have no answers to check: name a --task, or add the field 'answer'")
             return
@@ -149,10 +176,8 @@ class _Run:
             except (SamplingError, FloatingPointError) as error:
                 self._miss(["handoff"], f"the teacher cannot continue the student's prefixes: {error}")
                 return
-            texts = [text_of(self.pair.tokenizer, rollout.response_ids) for rollout in known]
-            verdicts = material.check([rollout.prompt for rollout in known], texts)
         numbers = number_prompts(known)
-        own = by_prompt(torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float64), numbers)
+        own = by_prompt(torch.tensor([verdicts[row] for row in judged], dtype=torch.float64), numbers)
         values = [by_prompt(scores[fraction].mean(1), numbers) for fraction in settings.fractions]
         mean, low, high = zip(*(interval_over_problems([value]) for value in values), strict=True)
         cut_off = about.truncated == about.rollouts
@@ -184,8 +209,11 @@ class _Run:
         if "positions" in self.parts:
             self.parts["drift"] = drift
         if "alignment" not in self.missing and (batches := self._batches(tokens, answers)):
-            with self._stage("alignment", len(batches) * (len(self.rules) + len(REGIONS))):
-                self.parts["alignment"] = measure_alignment(self.student, batches, self.rules, drift, advance)
+            split = [key for key in ("opd", iw_key(settings.gamma), "survival") if key in {rule.key for rule in self.rules}]
+            split = split if tokens.correct is not None else []
+            directions = len(self.rules) + len(REGIONS) + len(SIDES) * len(split)
+            with self._stage("alignment", len(batches) * directions):
+                self.parts["alignment"] = measure_alignment(self.student, batches, self.rules, drift, split, advance)
 
     def _batches(self, tokens: Tokens, answers: Sequence[Rollout]) -> list[AlignmentBatch]:
         """Batches of different prompts that have solutions, all rollouts of a prompt in one batch."""
@@ -205,12 +233,8 @@ class _Run:
 
     def _batch(self, tokens: Tokens, answers: Sequence[Rollout], rows: list[int]) -> AlignmentBatch:
         rollouts = [answers[row] for row in rows]
-        width = max(len(rollout) for rollout in rollouts)
-        prompts = {rollout.prompt.id: torch.tensor(rollout.prompt.token_ids) for rollout in rollouts}
-        solutions = [(ids, torch.tensor(self.material.solutions[id_])) for id_, ids in prompts.items()]
-        values = (tokens.teacher_logprobs, tokens.student_logprobs, tokens.mask)
-        teacher, student, mask = (value[rows, :width] for value in values)
-        return AlignmentBatch(rollouts, Evidence(teacher, student, mask, progress=0.0), solutions)
+        solutions = {id_: torch.tensor(self.material.solutions[id_]) for id_ in (rollout.prompt.id for rollout in rollouts)}
+        return AlignmentBatch(rollouts, tokens.part(rows), solutions)
 
     def _lm(self, model: Any) -> ResponseModel:
         options: Any = {"temperature": self.settings.temperature, "vocab_size": self.pair.vocab_size}

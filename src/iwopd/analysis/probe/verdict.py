@@ -30,7 +30,7 @@ def judge(probe: Probe, gamma: float) -> tuple[Bias, list[str]]:
         bias, sentences = _from_discrepancy(probe.positions)
     else:
         return "unmeasurable", ["Nothing was measured that could show a bias; see what is missing and why."]
-    sentences += _where(probe) + _drift(probe)
+    sentences += _where(probe) + _drift(probe) + _by_verdict(probe)
     if bias == "none":
         return bias, [*sentences, PLAIN]
     return bias, sentences + _gamma(probe, gamma)
@@ -97,6 +97,15 @@ def _drift(probe: Probe) -> list[str]:
         text += f"; their update has a cosine of {_signed(regions['after'])} with the way to correct solutions, that of the "
         text += f"tokens up to the drift {_signed(regions['until'])}"
     return [f"{text}."]
+
+
+def _by_verdict(probe: Probe) -> list[str]:
+    found = {one.key: one for one in probe.alignment.verdicts} if probe.alignment is not None else {}
+    if "opd" not in found:
+        return []
+    opd = found["opd"]
+    text = f"On wrong rollouts OPD's update has a cosine of {_signed(opd.wrong)} with the way to correct solutions, on as many "
+    return [f"{text}right ones {_signed(opd.right)} (difference {_signed(opd.difference)})."]
 
 
 def _gamma(probe: Probe, gamma: float) -> list[str]:

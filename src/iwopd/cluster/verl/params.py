@@ -30,6 +30,8 @@ LOSS = "distillation.distillation_loss"
 LOSS_CONFIG = "iwopd.cluster.verl.lossconfig.LossConfig"
 TRAINER = "iwopd_sync"
 """verl's synchronous trainer with our hook (`trainer.py`), as a value of `trainer.v1.trainer_mode`."""
+EVIDENCE = frozenset({"mask", "gap", "old_logprobs", "teacher_logprobs", "reference_logprobs", "progress", "weights"})
+"""What a batch of verl tells of its tokens: log-probs of the sampled ones alone."""
 NO_DUAL_CLIP = 1e9
 """verl's dual clip cannot be switched off. No ratio reaches this: both sides cut log-ratios at 20, and e^20 is half of it."""
 
@@ -55,6 +57,11 @@ def carried(method: Method) -> PolicyGradient:
             f"method.objective is {objective.name!r}, and verl carries only {PolicyGradient.name!r}: choose that, or train "
             "with the local engine"
         )
+    if missing := sorted(objective.needs - EVIDENCE):
+        raise VerlError(
+            f"the method ({objective.who}) needs {', '.join(missing)}, and verl's distillation knows only the log-probs of the "
+            "sampled tokens: choose another rule or advantage, or train with the local engine"
+        )
     for name in ("kl_coef", "entropy_coef"):
         if value := getattr(objective, name):
             raise VerlError(
@@ -66,10 +73,10 @@ def carried(method: Method) -> PolicyGradient:
 
 def presets() -> dict[str, dict[str, Any]]:
     """The registered losses and the `[method]` section that each stands for if there is no table `iwopd`."""
-    rules = {f"iwopd_{rule.replace('-', '_')}": {"weights": rule} for rule in WEIGHT_RULES}
-    others = [name for name in ADVANTAGES if name != "opd"]
-    plain = {f"iwopd_{name}": {"advantage": name} for name in others}
-    weighted = {f"iwopd_iw_{name}": {"advantage": name, **METHODS["iw-opd"]} for name in others}
+    rules = {_loss_name(rule): {"weights": rule} for rule in WEIGHT_RULES if EVIDENCE.issuperset(WEIGHT_RULES[rule].needs)}
+    others = [name for name in ADVANTAGES if name != "opd" and EVIDENCE.issuperset(ADVANTAGES[name].needs)]
+    plain = {_loss_name(name): {"advantage": name} for name in others}
+    weighted = {_loss_name(f"iw_{name}"): {"advantage": name, **METHODS["iw-opd"]} for name in others}
     return {"iw_opd": METHODS["iw-opd"], **rules, **plain, **weighted}
 
 
@@ -77,8 +84,12 @@ def loss_mode(method: Method) -> str:
     """The name under which the method is registered, for `distillation.distillation_loss.loss_mode`."""
     advantage = method.made.advantage if isinstance(method.made, PolicyGradient) else "opd"
     if advantage != "opd":
-        return f"iwopd_{advantage}" if method.weights == "uniform" else f"iwopd_iw_{advantage}"
-    return "iw_opd" if method.weights == "cumulative-share" else f"iwopd_{method.weights.replace('-', '_')}"
+        return _loss_name(advantage if method.weights == "uniform" else f"iw_{advantage}")
+    return "iw_opd" if method.weights == "cumulative-share" else _loss_name(method.weights)
+
+
+def _loss_name(name: str) -> str:
+    return f"iwopd_{name.replace('-', '_')}"
 
 
 def overrides(method: Method, steps: int) -> list[str]:

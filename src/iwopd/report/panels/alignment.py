@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from iwopd.analysis.probe.result import Alignment
 from iwopd.report.charts import Axis, Chart, Panel, chart_panel
 from iwopd.report.gathering import ProbeView, ReportData
 from iwopd.report.probes import FILLED, PROMPT_BAND, dots_chart, having
@@ -32,6 +33,10 @@ CHARTS = {
     ),
 }
 """Part of the result, its estimate, id, title and axis: caption."""
+VERDICTS = (
+    "Each update on right rollouts and on as many wrong ones ({compared} of each), against the solutions of their own prompts. "
+    "{filled} Elsewhere (arXiv 2605.10889) alignment was found higher on wrong rollouts. The two kinds have other prompts, too."
+)
 
 
 def build(data: ReportData) -> Panel | None:
@@ -53,4 +58,16 @@ def charts(views: Sequence[ProbeView], suffix: str = "") -> list[Chart]:
         band, lines = PROMPT_BAND if axis.percent else BATCH_BAND, level if name == "cosine" else ()
         caption = words.format(batches=batches, filled=FILLED, threshold=threshold)
         found.append(dots_chart(estimates, f"probe-{chart_id}{suffix}", title, axis, name, caption, band, lines))
-    return [chart for chart in found if any(value is not None for series in chart.series for value in series.y)]
+    return [chart for chart in [*found, _verdicts(parts, suffix)] if any(y is not None for one in chart.series for y in one.y)]
+
+
+def _verdicts(parts: Mapping[ProbeView, Alignment], suffix: str) -> Chart:
+    """Right beside wrong, for the few rules that were split."""
+    estimates = {
+        view: {f"{one.title}, {side}": getattr(one, side) for one in part.verdicts for side in ("right", "wrong")}
+        for view, part in parts.items()
+    }
+    compared = " or ".join(dict.fromkeys(str(part.compared) for part in parts.values()))
+    caption = VERDICTS.format(compared=compared, filled=FILLED)
+    title = "Cosine on right and on wrong rollouts"
+    return dots_chart(estimates, f"probe-verdicts{suffix}", title, Axis("cosine"), "cosine", caption, BATCH_BAND)

@@ -46,7 +46,7 @@ def _curves(part: Rules, suffix: str, label: str = "") -> list[Chart]:
     """Mean weights by position, one chart per family of rules; then the sums."""
     drawn = []
     for family, (title, words) in FAMILIES.items():
-        members = [rule for rule in part.rules if _family(rule.rule) == family]
+        members = [rule for rule in part.rules if _family(rule.rule) == family and rule.advantage == "opd"]
         series = tuple(curve_series(rule.title, n, middles(part.edges), typical(rule)) for n, rule in enumerate(members))
         chart = Chart(f"probe-weights-{family}{suffix}", title, ALONG, weight_axis(members), series, f"{words} {LIMIT}")
         band = SPREAD_BAND if _is_spread(members) else PROMPT_BAND
