@@ -48,6 +48,7 @@ def step_metrics(
         "update/skipped": update.skipped,
         **{f"{group}/{name}": value for name, value in update.stats.as_dict().items()},
         **signal_metrics(signal),
+        **(scored.rewards.metrics(signal) if scored.rewards else {}),
     }
 
 

@@ -55,6 +55,8 @@ def carried(method: Method) -> PolicyGradient:
             f"method.objective is {objective.name!r}, and verl carries only {PolicyGradient.name!r}: choose that, or train "
             "with the local engine"
         )
+    if why := objective.needs_reward:
+        raise VerlError(f"{why} trains on a task reward alone, which the launcher does not carry: use the local engine")
     for name in ("kl_coef", "entropy_coef"):
         if value := getattr(objective, name):
             raise VerlError(
@@ -67,7 +69,7 @@ def carried(method: Method) -> PolicyGradient:
 def presets() -> dict[str, dict[str, Any]]:
     """The registered losses and the `[method]` section that each stands for if there is no table `iwopd`."""
     rules = {f"iwopd_{rule.replace('-', '_')}": {"weights": rule} for rule in WEIGHT_RULES}
-    others = [name for name in ADVANTAGES if name != "opd"]
+    others = [name for name in ADVANTAGES if name not in ("opd", "none")]
     plain = {f"iwopd_{name}": {"advantage": name} for name in others}
     weighted = {f"iwopd_iw_{name}": {"advantage": name, **METHODS["iw-opd"]} for name in others}
     return {"iw_opd": METHODS["iw-opd"], **rules, **plain, **weighted}
