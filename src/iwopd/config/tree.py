@@ -99,7 +99,7 @@ class Config(Section):
                 f"reward.coefficient is {reward.coefficient:g}, but method.objective = {made.name!r} has no advantage to add a "
                 "reward to: choose objective 'policy-gradient', or set reward.coefficient = 0, which only logs"
             )
-        if reward.checker is not None and reward.normalize != "none" and self.rollout.samples == 1:
+        if reward.added and reward.normalize != "none" and self.rollout.samples == 1:
             raise ValueError(
                 f"reward.normalize = {reward.normalize!r} compares the rollouts of a prompt, but rollout.samples is 1: set "
                 "rollout.samples to 2 or more (8 is usual), or reward.normalize = 'none'"
