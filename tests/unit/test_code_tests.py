@@ -16,6 +16,7 @@ def code_prompt(tests: Any, *, in_answer: bool = True) -> Prompt:
 
 
 SUM = {"inputs": ["2\n1 2\n", "1\n5"], "outputs": ["3\n", "5"]}
+LINES = {"inputs": [["2", "1 2"]], "outputs": [["3", "2"]]}
 ADD = ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"]
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [[3], 4]}
 
@@ -29,6 +30,7 @@ CALLS = {"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [[3], 4]}
             "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split()[1:])))\nassert __name__ == '__main__'",
             "pass",
         ),
+        (LINES, "n = int(input())\nprint(sum(map(int, input().split())))\nprint(n)", "pass"),
         (SUM, "print(3)", "fail"),
         (SUM, "import os\nos._exit(0)", "error"),
         (SUM, "print(", "error"),

@@ -118,14 +118,20 @@ def _pairs(found: Any) -> CodeTests:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError("its tests need two lists of one length, 'inputs' and 'outputs'")
     if name is None:
-        if wrong := next((one for one in (*inputs, *outputs) if not isinstance(one, str)), None):
-            raise ValueError(f"without 'fn_name', inputs and outputs are texts of standard input and output, not {wrong!r:.40}")
-        return CodeTests(None, [[text] for text in inputs], [text.split() for text in outputs])
+        return CodeTests(None, [[_text(one)] for one in inputs], [_text(one).split() for one in outputs])
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"'fn_name' must be the name of a function, got {name!r}")
     if wrong := next((one for one in inputs if not isinstance(one, list)), None):
         raise ValueError(f"with 'fn_name', every input is a list of arguments, not {wrong!r:.40}")
     return CodeTests(name, inputs, outputs)
+
+
+def _text(given: Any) -> str:
+    """A text, or its lines."""
+    lines = given if isinstance(given, list) else [given]
+    if not all(isinstance(line, str) for line in lines):
+        raise ValueError(f"without 'fn_name', inputs and outputs are texts of standard input and output, not {given!r:.40}")
+    return "\n".join(lines)
 
 
 def _assertions(lines: Sequence[Any]) -> CodeTests:
