@@ -186,9 +186,3 @@ def test_a_divergence_may_log_rewards() -> None:
         {"models": {"world": "clean"}, "method": {"objective": "divergence"}, "reward": {"checker": "exact", "coefficient": 0}}
     )
     assert not made.reward.added
-
-
-def test_the_recipe_adds_a_reward_to_opd() -> None:
-    config = load_config(Path(__file__).parents[2] / "recipes" / "tiny" / "opd-reward.toml")
-    assert config.reward.added
-    assert config.method == make_config({"models": {"world": "clean"}}).method
