@@ -74,6 +74,11 @@ OTHER: dict[str, Any] = {
     "method.correction_threshold": 2.0,
     "method.entropy_coef": 0.1,
     "method.kl_coef": 0.1,
+    "reward.checker": "math",
+    "reward.coefficient": 0.5,
+    "reward.normalize": "mean",
+    "reward.timeout": 60.0,
+    "reward.workers": 3,
     "rollout.engine": "server",
     "rollout.prompts_per_step": 96,
     "rollout.samples": 2,
@@ -156,6 +161,11 @@ COMPANIONS: dict[str | None, dict[str, Any]] = {
     "lora.quantize": {"lora": {"rank": 8}},
     "method.scale": {"method": {"advantage": "exopd"}},
     "method.weighting": {"method": {"advantage": "exopd"}},
+    "reward.checker": {"rollout": {"samples": 2}},
+    **{
+        f"reward.{name}": {"reward": {"checker": "math"}, "rollout": {"samples": 2}}
+        for name in ("coefficient", "normalize", "timeout", "workers")
+    },
     "eval.every": {"eval": {"tasks": ["aime24"]}},
     "eval.prompts": WORLD,
     "rollout.engine": {"engine": {"server": {"url": "http://gpu1:8000", "weights_folder": "/weights"}}},

@@ -100,6 +100,14 @@ def opd(gap: Tensor) -> Tensor:
 
 
 @advantage(
+    "none", title="Reward alone", formula="0: train on the reward alone", source="GRPO (arXiv 2402.03300): docs/reward.md"
+)
+def no_advantage(gap: Tensor) -> Tensor:
+    """Nothing of the teacher's: what the reward adds is all."""
+    return torch.zeros_like(gap)
+
+
+@advantage(
     "exopd",
     title="ExOPD",
     formula="scale * w * (lp_T - lp_R) - (lp_0 - lp_R);  weighting='advantage': w outside",

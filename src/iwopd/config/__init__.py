@@ -6,6 +6,7 @@ from iwopd.config.inputs import Lora
 from iwopd.config.marks import defaults, differences, marked, without
 from iwopd.config.method import Method
 from iwopd.config.reading import config_toml, flatten, load_config, make_config, make_engine_choice, parse_value, settings
+from iwopd.config.reward import Reward
 from iwopd.config.training import Optim
 from iwopd.config.tree import Config
 from iwopd.errors import ConfigError
@@ -18,6 +19,7 @@ __all__ = [
     "Lora",
     "Method",
     "Optim",
+    "Reward",
     "Section",
     "TeacherSource",
     "config_toml",

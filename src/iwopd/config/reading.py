@@ -99,6 +99,8 @@ def config_toml(config: Config) -> str:
     tree = config.model_dump(exclude_none=True)
     if config.cluster == Cluster():  # most runs never see a cluster
         del tree["cluster"]
+    if config.reward.checker is None:
+        del tree["reward"]
     for name in list(tree["engine"]):
         section = config.engine.of(name)
         if name != config.rollout.engine and section == type(section)():  # most runs use one engine

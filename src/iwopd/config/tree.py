@@ -11,6 +11,7 @@ from iwopd.config.distributions import in_words
 from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
 from iwopd.config.inputs import Data, Lora, Models
 from iwopd.config.method import Method
+from iwopd.config.reward import Reward
 from iwopd.config.training import CheckpointSettings, Eval, Optim, Tracking
 from iwopd.section import Dtype, Place, Repeat, Section
 
@@ -35,6 +36,7 @@ class Config(Section):
     lora: Lora = Lora()
     data: Data = Data()
     method: Method = Field(default_factory=Method)
+    reward: Reward = Reward()
     rollout: RolloutSettings = RolloutSettings()
     engine: Engines = Engines()
     optim: Optim = Optim()
@@ -88,12 +90,27 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _rollouts_are_judged(self) -> Self:
-        reward = getattr(self, "reward", None)
-        if "correct" in self.method.made.needs and getattr(reward, "checker", None) is None:
+    def _reward_teaches(self) -> Self:
+        reward, made = self.reward, self.method.made
+        if reward.added and not made.takes_reward:
             raise ValueError(
-                f"the method ({self.method.made.who}) needs to know which rollouts are right, and nobody judges them: set "
-                '[reward] checker = "..." (coefficient = 0 adds no reward), or choose other weights'
+                f"reward.coefficient is {reward.coefficient:g}, but method.objective = {made.name!r} has no advantage to add a "
+                "reward to: choose objective 'policy-gradient', or set reward.coefficient = 0, which only logs"
+            )
+        if reward.added and reward.normalize != "none" and self.rollout.samples == 1:
+            raise ValueError(
+                f"reward.normalize = {reward.normalize!r} compares the rollouts of a prompt, but rollout.samples is 1: set "
+                "rollout.samples to 2 or more (8 is usual), or reward.normalize = 'none'"
+            )
+        if (why := made.needs_reward) and not reward.added:
+            raise ValueError(
+                f"{why} trains on the reward alone, and there is none (reward.checker is {reward.checker!r}, its coefficient "
+                f"{reward.coefficient:g}): set reward.checker and a positive coefficient, or method.advantage = 'opd'"
+            )
+        if "correct" in made.needs and reward.checker is None:
+            raise ValueError(
+                f"method.weights = {self.method.weights!r} asks which rollouts are right, and nobody judges them: set "
+                "reward.checker (reward.coefficient = 0 adds no reward), or choose other weights"
             )
         return self
 

@@ -22,11 +22,30 @@ CODE_INSTRUCTION = "Complete the following Python function. Answer with the whol
 TINY_PROBLEMS = 1000
 
 
+def _no_answer(prompt: Prompt) -> str | None:
+    return None if prompt.answer and prompt.answer.strip() else "it has no answer to compare with"
+
+
+@dataclass(frozen=True)
+class PromptChecker:
+    """Judges answers to training prompts: the reward's checker."""
+
+    check: Checker
+    lacks: Callable[[Prompt], str | None] = _no_answer
+    """What keeps a prompt from being judged; None: nothing."""
+    ready: Callable[[], object] = lambda: None
+    """Raises a `UserError` if it cannot work on this machine."""
+    least_timeout: float = 0.0
+    """Seconds that it may need for one answer without being at fault."""
+
+
 @dataclass(frozen=True)
 class OwnProblems:
     """A checker with problems of a kind of its own, which have more than a text and an answer."""
 
     open: Callable[[TaskSpec, Opening], Task]
+    prompts: PromptChecker | None = None
+    """How it judges training prompts; None: it cannot."""
 
 
 def _adopt(name: str, loaded: Any, where: str) -> Checker | OwnProblems:
@@ -45,6 +64,16 @@ def find_checker(name: str) -> Checker | OwnProblems:
         raise TaskError(str(error)) from None
 
 
+def prompt_checker(name: str) -> PromptChecker:
+    """The checker of that name as it judges training prompts."""
+    found = find_checker(name)
+    if not isinstance(found, OwnProblems):
+        return PromptChecker(found)
+    if found.prompts is None:
+        raise TaskError(f"checker {name!r} judges the problems of its own tasks only, not training prompts")
+    return found.prompts
+
+
 def math_checker(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
     """Last box against the prompt's answer, up to symbolic equivalence."""
     pairs = [(text, prompt.answer or "") for prompt, text in zip(prompts, texts, strict=True)]
@@ -53,7 +82,8 @@ def math_checker(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdic
         right = outcome.status == "correct"
         # In a majority vote all right answers are one class; wrong ones are equal if their texts are.
         vote = gold if right else None if outcome.answer is None else _squeeze(outcome.answer)
-        verdicts.append(Verdict(outcome.status, float(right), vote, outcome.detail))
+        judged = outcome.status != "timeout" and not outcome.detail.startswith("the GOLD")
+        verdicts.append(Verdict(outcome.status, float(right), vote, outcome.detail, judged))
     return verdicts
 
 
@@ -97,14 +127,44 @@ def tiny_task(spec: TaskSpec, opening: Opening) -> Task:
     recipe = tiny.world_recipe(spec.world)
     count = TINY_PROBLEMS if opening.limit is None else opening.limit
     prompts = tiny.eval_prompts(recipe.operands, count, opening.tokenizer)
-    check = one_by_one(lambda prompt, text: tiny.check(prompt.metadata["expression"], text))
-    return Task(spec.name, prompts, check, 1, 1.0, tiny.max_response_tokens(recipe.operands))
+    return Task(spec.name, prompts, tiny_checker, 1, 1.0, tiny.max_response_tokens(recipe.operands))
 
 
+tiny_checker = one_by_one(lambda prompt, text: tiny.check(prompt.metadata["expression"], text))
+
+
+def _no_expression(prompt: Prompt) -> str | None:
+    return None if "expression" in prompt.metadata else "it is not a problem of an embedded world (models.world)"
+
+
+def _no_tests(prompt: Prompt) -> str | None:
+    from iwopd.eval.code_tests import read_tests
+
+    try:
+        read_tests(prompt)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _run_tests(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
+    from iwopd.eval.code_tests import check_tests
+
+    return check_tests(prompts, texts)
+
+
+def _find_sandbox() -> None:
+    from iwopd.eval.sandbox import probe
+
+    probe.choose()
+
+
+CODE_TIMEOUT = 30.0
+"""A program of the student may take 10 s of CPU time; on a busy machine that is more of the clock's."""
 CHECKERS.add("math", math_checker)
 CHECKERS.add("exact", exact_checker)
-CHECKERS.add("code", OwnProblems(code_task))
-CHECKERS.add("tiny", OwnProblems(tiny_task))
+CHECKERS.add("code", OwnProblems(code_task, PromptChecker(_run_tests, _no_tests, _find_sandbox, CODE_TIMEOUT)))
+CHECKERS.add("tiny", OwnProblems(tiny_task, PromptChecker(tiny_checker, _no_expression)))
 
 
 def _squeeze(text: str) -> str:

@@ -255,8 +255,9 @@ def _is_number(value: Any) -> bool:
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 
 
-def extract_code(text: str, entry_point: str) -> str:
+def extract_code(text: str, entry_point: str = "") -> str:
     """The program in a model's answer: the last fenced Python block that defines `entry_point`, or else the text as it is.
+    Without an entry point it is the last one.
 
     The last, because models think first and answer last. A block counts as Python when its fence says so or says nothing; one
     that was cut off before its closing fence counts too.
@@ -264,4 +265,4 @@ def extract_code(text: str, entry_point: str) -> str:
     name = re.escape(entry_point)
     defines = re.compile(rf"^(?:async\s+def|def|class)\s+{name}\b|^{name}\s*=", re.MULTILINE)
     blocks = [block for language, block in _FENCE.findall(text) if language.lower() in ("", "python", "python3", "py")]
-    return next((block for block in reversed(blocks) if defines.search(block)), text)
+    return next((block for block in reversed(blocks) if not entry_point or defines.search(block)), text)

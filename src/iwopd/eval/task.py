@@ -22,6 +22,9 @@ class Verdict:
     """The answer as it counts in a majority vote; None if it does not vote."""
     detail: str = ""
     """The reason, in a few words."""
+    judged: bool = True
+    """False: the checker could not tell, and the answer is not to blame. In an accuracy it counts as not right; as a reward in
+    training it counts as nothing."""
 
 
 class Checker(Protocol):

@@ -45,6 +45,7 @@ from iwopd.train.loading import (
 )
 from iwopd.train.micro_batch import Distributions
 from iwopd.train.ranks import Ranks, launched
+from iwopd.train.reward import Rewards, reward_refuses
 from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
 from iwopd.types import Prompt
 from iwopd.vocabulary import check_same_tokenizer, check_vocabulary
@@ -85,6 +86,8 @@ class Parts:
     """The teacher scores finished answers while others are being written."""
     teacher_wanted: Wanted
     """What it is asked for beside log-probs."""
+    rewards: Rewards | None = None
+    """Who judges the rollouts; None: nobody."""
 
     def __enter__(self) -> Parts:
         return self
@@ -100,7 +103,7 @@ class Parts:
 
 def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener | None = None) -> Parts:
     """Load or train the models and build everything from them."""
-    for refused in flash_refuses(config):
+    for refused in (*flash_refuses(config), *reward_refuses(config)):
         raise ConfigError(f"{refused.message}: {refused.remedy}")
     check_trainable(config)
     if config.threads is not None:
@@ -115,6 +118,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     tokenizer, student, teacher = _models(config, world, accelerator.device)
     vocab_size = len(tokenizer)
     order = prompt_order(config, world, tokenizer, notify)
+    rewards = Rewards.of(config, tokenizer, order.prompts)
     max_tokens = config.rollout.max_tokens or (world.max_response_tokens if world else 0)
     if not max_tokens:
         raise ConfigError("rollout.max_tokens is needed when no embedded world says how long answers are")
@@ -170,6 +174,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
             max_response=max_tokens,
             score_early=scores_early(config) and not objective.asks.student_first,
             teacher_wanted=wanted,
+            rewards=rewards,
         )
     except BaseException:
         engine.close()

@@ -38,6 +38,8 @@ def train(
             stats = take_step(config, parts, run, step)
             state.finished(step, int(stats.metrics["update/skipped"]))
             tracker.step(stats)
+            if parts.rewards and (notice := parts.rewards.notice()):
+                tracker.say(notice)
             better = _evaluate(config, parts, run, tracker, state)
             if state.skipped_in_a_row >= MOST_SKIPPED:
                 raise TrainingStoppedError(
@@ -69,6 +71,7 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> Ste
         samples=config.rollout.samples,
         score_early=parts.score_early,
         wanted=parts.teacher_wanted,
+        checking=parts.rewards.begin() if parts.rewards else None,
     )
     clock.lap("rollout")
     scored = score_step(config, parts, written, step)

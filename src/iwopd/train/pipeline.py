@@ -1,14 +1,16 @@
-"""Overlap inside a step: while the student still writes some answers, the teacher scores those that are finished.
+"""Overlap inside a step: while the student still writes some answers, the teacher scores those that are finished, and a checker
+judges them.
 
 It stays on-policy: the weights do not change within a step, and a token's noise does not depend on what else is under way.
-Worth it where the teacher computes elsewhere (a server); in one process both would only take turns.
+Early scores are worth it where the teacher computes elsewhere (a server); in one process both would only take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -16,8 +18,11 @@ from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.background import in_background
 from iwopd.rollout.sampler import Sampler
 from iwopd.teacher.scorer import Scorer
+from iwopd.train.checking import Checking, Judged
 from iwopd.train.ranks import Ranks
 from iwopd.types import Prompt, Rollout
+
+Result = TypeVar("Result")
 
 
 class Scoring:
@@ -70,6 +75,8 @@ class Written:
     """Rollouts per prompt."""
     _wanted: Wanted
     """What the teacher is asked for."""
+    _checking: Checking | None = None
+    """Of this rank's rollouts; None: nobody judges."""
 
     def teacher_scores(self, rollouts: Sequence[Rollout], chosen: Sequence[Tensor] | None = None) -> list[TokenScores]:
         """Of some of the step's rollouts; `chosen` [T, K] are ids per token that the teacher is asked about.
@@ -79,9 +86,19 @@ class Written:
         scoring = self._scoring
         if scoring is None:  # no overlap: only what is asked for is scored
             return look(self._scorer, self._ranks, rollouts, self._wanted, chosen)
+        return self._of(rollouts, scoring.scores)
+
+    def judged(self, rollouts: Sequence[Rollout]) -> list[Judged]:
+        """What the checker said of some of the step's rollouts. Called by all ranks together; waits for it."""
+        if self._checking is None:
+            raise ValueError("nobody judges the rollouts of this step: write_step was called without rewards")
+        return self._of(rollouts, self._checking.judged)
+
+    def _of(self, rollouts: Sequence[Rollout], of_mine: Callable[[], list[Result]]) -> list[Result]:
+        """The results of these rollouts, wherever they were written; `of_mine` gives those of this rank."""
         prompts = range(len(self.rollouts) // self._samples)
-        scores = self._ranks.share(prompts, lambda _: scoring.scores())
-        by_rollout = {id(rollout): score for rollout, score in zip(self.rollouts, scores, strict=True)}
+        results = self._ranks.share(prompts, lambda _: of_mine())
+        by_rollout = {id(rollout): result for rollout, result in zip(self.rollouts, results, strict=True)}
         return [by_rollout[id(rollout)] for rollout in rollouts]
 
 
@@ -112,19 +129,24 @@ def write_step(
     samples: int = 1,
     score_early: bool = False,
     wanted: Wanted = NOTHING,
+    checking: Checking | None = None,
 ) -> Written:
     """Rollouts of all prompts, each rank writing its share; with `score_early` the teacher begins while others are written.
 
-    `wanted` is what the teacher is asked for beside log-probs.
+    `wanted` is what the teacher is asked for beside log-probs; `checking` hears of every rollout as it is finished.
     """
     scoring = Scoring(scorer, wanted) if score_early else None
+    listeners = [one for one in (scoring, checking) if one is not None]
+
+    def finished(place: int, rollout: Rollout) -> None:
+        for one in listeners:
+            one.add(place, rollout)
 
     def work(mine: Sequence[Prompt]) -> list[Rollout]:
-        listener = None if scoring is None else scoring.add
         try:
-            return sampler.sample(mine, seed=seed, step=step, samples=samples, finished=listener)
+            return sampler.sample(mine, seed=seed, step=step, samples=samples, finished=finished if listeners else None)
         finally:
-            if scoring is not None:
-                scoring.close()
+            for one in listeners:
+                one.close()
 
-    return Written(ranks.share(prompts, work), scorer, ranks, scoring, samples, wanted)
+    return Written(ranks.share(prompts, work), scorer, ranks, scoring, samples, wanted, checking)

@@ -18,6 +18,7 @@ from iwopd.train.assembly import Parts
 from iwopd.train.learner import ForwardPass
 from iwopd.train.micro_batch import STATES
 from iwopd.train.pipeline import Written, look
+from iwopd.train.reward import StepRewards
 from iwopd.train.state import TrainingStoppedError
 from iwopd.types import Rollout, ScoredRollout, TokenBatch, number_prompts
 
@@ -33,6 +34,8 @@ class ScoredStep:
     """The update's own forward pass, if it has run already."""
     floored: int
     """Teacher log-probs of -inf."""
+    rewards: StepRewards | None
+    """What the checker said, if there is one; it is part of the evidence."""
 
 
 def score_step(config: Config, parts: Parts, written: Written, step: int) -> ScoredStep:
@@ -50,7 +53,8 @@ def score_step(config: Config, parts: Parts, written: Written, step: int) -> Sco
     if config.rollout.truncated == "mask":
         mask = mask & torch.tensor([rollout.stop_reason == "eos" for rollout in kept])[:, None]
     evidence = evidence_of(batch, mask=mask, progress=training_progress(step, config.steps))
-    return ScoredStep(batch, evidence, forward, count)
+    rewards = parts.rewards.step(evidence, kept, lambda: written.judged(kept)) if parts.rewards else None
+    return ScoredStep(batch, rewards.evidence if rewards else evidence, forward, count, rewards)
 
 
 def chosen_ids(parts: Parts, student: Sequence[TokenScores]) -> list[Tensor] | None:

@@ -100,7 +100,9 @@ class PlainView:
             f"step {record['step']}/{self.steps}  loss {record['loss']:+.4f}  kl {record['kl/sampled']:.3f}  "
             f"|gap| {record['gap/abs_mean']:.3f}  weight {record['weights/mean']:.2f}  grad {record['grad_norm']:.2f}  "
             f"length {record['rollout/length_mean']:.0f}  cut {record['rollout/truncated']:.0%}  {stages}  "
-            f"{record['throughput/tokens_per_second']:.0f} tok/s" + ("  UPDATE SKIPPED" if record["skipped"] else "")
+            f"{record['throughput/tokens_per_second']:.0f} tok/s"
+            + (f"  reward {record['reward/mean']:.3f}" if "reward/mean" in record else "")
+            + ("  UPDATE SKIPPED" if record["skipped"] else "")
         )
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
@@ -143,6 +145,9 @@ class LiveView:
             bar = "█" * round(20 * done) + "░" * (20 - round(20 * done))
             table.add_row("step", f"{now['step']}/{self.steps} {bar} about {left:.0f} s left")
             table.add_row("learning", f"loss {now['loss']:+.4f}   KL {now['kl/sampled']:.3f}   |gap| {now['gap/abs_mean']:.3f}")
+            if "reward/mean" in now:
+                unjudged = f", {now['reward/failed']:.0f} without a verdict" if now["reward/failed"] else ""
+                table.add_row("reward", f"{now['reward/mean']:.3f}{unjudged}")
             table.add_row("weights", f"{now['weights/mean']:.2f} ({now['weights/min']:.2f} to {now['weights/max']:.2f})")
             table.add_row("answers", f"{now['rollout/length_mean']:.0f} tokens, {now['rollout/truncated']:.0%} cut off")
             stages = "   ".join(f"{name} {now[f'time/{name}']:.2f} s" for name in ("rollout", "teacher", "update"))

@@ -142,6 +142,8 @@ class Objective(ABC):
     source: ClassVar[str]
     metrics: ClassVar[str] = "objective"
     """Names of its statistics in `metrics.jsonl` begin with this."""
+    takes_reward: ClassVar[bool] = False
+    """It has an advantage to which `Evidence.reward_advantages` are added."""
 
     weights: str = setting("uniform", "weight rule: see `iwopd methods`")
     params: Mapping[str, Any] = field(
@@ -224,6 +226,11 @@ class Objective(ABC):
     @property
     def needs_output_matrix(self) -> str | None:
         """Why log-probs of the written tokens are not enough for the loss; None if they are."""
+        return None
+
+    @property
+    def needs_reward(self) -> str | None:
+        """Why there is nothing to learn without a reward; None if there is."""
         return None
 
     @property

@@ -27,6 +27,7 @@ class PolicyGradient(Objective):
     formula: ClassVar[str] = "mean of -min(eta * w A, clip(eta, 1 - clip, 1 + clip) * w A),  eta = exp(lp - lp_0)"
     source: ClassVar[str] = "Eq. 67 (Appendix, Algorithm), with dual clip"
     metrics: ClassVar[str] = "policy"
+    takes_reward: ClassVar[bool] = True
 
     advantage: str = setting("opd", "what A is: see `iwopd methods`")
     advantage_params: Mapping[str, Any] = field(default_factory=dict)
@@ -61,6 +62,10 @@ class PolicyGradient(Objective):
     @property
     def needs_output_matrix(self) -> str | None:
         return "the entropy bonus (method.entropy_coef)" if self.entropy_coef else None
+
+    @property
+    def needs_reward(self) -> str | None:
+        return f"method.advantage = {self.advantage!r}" if self.advantage == "none" else None
 
     def direction(self, evidence: Evidence, weights: Tensor) -> Tensor:
         return ADVANTAGES[self.advantage].weighted(evidence, weights, dict(self.advantage_params))

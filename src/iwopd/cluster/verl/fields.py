@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from iwopd.config import Config
+from iwopd.config import Config, Reward
 from iwopd.rollout.settings import ServerSettings
 
 Kind = Literal["mapped", "data", "launcher", "unused", "only"]
@@ -51,6 +51,7 @@ _SERVER = "verl starts the teacher's servers itself, on cluster.teacher_gpus: le
 _SERVER_SETTING = "of teacher servers elsewhere; verl starts its own"
 _ROLLOUT_SERVER = "of a rollout server elsewhere; verl starts its own"
 _LORA = "of an adapter, and lora.rank must be 0"
+_REWARD = "the launcher carries no task reward: leave [reward] out, or use the local engine"
 _ALONE = "when it trains on the teacher alone: set it to 0, or use the local engine"
 
 FIELDS: dict[str, Treatment] = {
@@ -100,6 +101,7 @@ FIELDS: dict[str, Treatment] = {
     "method.correction_threshold": _mapped("algorithm.rollout_correction.rollout_is_threshold"),
     "method.entropy_coef": _only(0, f"verl drops entropy {_ALONE}"),
     "method.kl_coef": _only(0, f"verl drops the KL {_ALONE}"),
+    **{f"reward.{name}": _only(info.default, _REWARD) for name, info in Reward.model_fields.items()},
     # --- rollouts ---------------------------------------------------------------------------------------------------
     "rollout.engine": _only(
         lambda engine, config: engine in ("local", "vllm"),

@@ -62,6 +62,8 @@ def carried(method: Method) -> PolicyGradient:
             f"the method ({objective.who}) needs {', '.join(missing)}, and verl's distillation knows only the log-probs of the "
             "sampled tokens: choose another rule or advantage, or train with the local engine"
         )
+    if why := objective.needs_reward:
+        raise VerlError(f"{why} trains on a task reward alone, which the launcher does not carry: use the local engine")
     for name in ("kl_coef", "entropy_coef"):
         if value := getattr(objective, name):
             raise VerlError(
@@ -74,7 +76,7 @@ def carried(method: Method) -> PolicyGradient:
 def presets() -> dict[str, dict[str, Any]]:
     """The registered losses and the `[method]` section that each stands for if there is no table `iwopd`."""
     rules = {_loss_name(rule): {"weights": rule} for rule in WEIGHT_RULES if EVIDENCE.issuperset(WEIGHT_RULES[rule].needs)}
-    others = [name for name in ADVANTAGES if name != "opd" and EVIDENCE.issuperset(ADVANTAGES[name].needs)]
+    others = [name for name in ADVANTAGES if name not in ("opd", "none") and EVIDENCE.issuperset(ADVANTAGES[name].needs)]
     plain = {_loss_name(name): {"advantage": name} for name in others}
     weighted = {_loss_name(f"iw_{name}"): {"advantage": name, **METHODS["iw-opd"]} for name in others}
     return {"iw_opd": METHODS["iw-opd"], **rules, **plain, **weighted}

@@ -6,7 +6,10 @@ from iwopd.report.charts import Axis, Chart, Panel
 from iwopd.report.gathering import ReportData
 from iwopd.report.series import accuracy_chart, metric_chart
 
-DISTANCES = {
+CURVES = {
+    ("reward/mean", "reward", "Reward", "of training rollouts"): (
+        "Mean of the checker's verdicts on training rollouts; those without a verdict are left out."
+    ),
     ("kl/sampled", "kl", "Distance to the teacher", "lp₀ − lp_T, nats per token"): (
         "Student minus teacher log-prob on training rollouts, an estimate of the reverse KL. It is no measure of skill."
     ),
@@ -21,7 +24,7 @@ def build(data: ReportData) -> Panel | None:
     if not data.runs:
         return None
     charts = _accuracy(data)
-    for (metric, name, title, unit), caption in DISTANCES.items():
+    for (metric, name, title, unit), caption in CURVES.items():
         if (chart := metric_chart(data.groups, metric, name, title, Axis(unit, zero=True), caption)) is not None:
             charts.append(chart)
     if not charts:

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from iwopd.data.chat import ChatError, render_text
+from iwopd.eval.checkers import prompt_checker
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
+from iwopd.train.reward import prompts_refuse, reward_refuses
 from iwopd.types import Prompt
 
 LONG_ANSWER = 6
@@ -33,6 +35,7 @@ def check_data(case: Case) -> Iterator[Finding]:
         yield warning("data", note, "raise data.max_prompt_tokens if they matter")
     found = [*_empty(case), *_twice(case.prompts), *_leaks(case.prompts)]
     yield from found
+    yield from _unjudgeable(case)
     if not found:
         yield passed("data", f"{len(case.prompts):,} prompts checked, none empty, duplicate, or with its answer in it")
 
@@ -59,6 +62,13 @@ def _empty(case: Case) -> Iterator[Finding]:
     if empty:
         message = f"{len(empty):,} prompts are empty, such as {empty[0].id!r}"
         yield warning("data", message, "take them out: the answers would be noise")
+
+
+def _unjudgeable(case: Case) -> Iterator[Finding]:
+    """With a reward: prompts that its checker cannot judge answers to."""
+    name = case.config.reward.checker
+    if name is not None and not any(reward_refuses(case.config)):
+        yield from (failure("reward", *refused) for refused in prompts_refuse(prompt_checker(name), name, case.prompts))
 
 
 def _twice(prompts: Sequence[Prompt]) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from iwopd.train.doctor.noise import check_noise
 from iwopd.train.doctor.resources import check_resources
 from iwopd.train.doctor.working import check_masks, check_sampler, check_scorers, head_findings, known_rollouts, local_models
 from iwopd.train.ranks import Launched, launched
+from iwopd.train.reward import reward_refuses
 
 
 def examine_recipe(config: Config, folder: Path, *, static: bool = False, ranks: int | None = None) -> Iterator[Finding]:
@@ -34,6 +35,7 @@ def examine_recipe(config: Config, folder: Path, *, static: bool = False, ranks:
     yield from check_ranks(config, started)
     if not static:
         yield from (failure("attention", *refused) for refused in flash_refuses(config))
+        yield from (failure("reward", *refused) for refused in reward_refuses(config))
         yield from check_processor(config)
     case = open_case(config, folder)
     checks = (check_files, check_vocabularies, check_special_tokens, check_rows, check_template, check_temperature, check_data)
