@@ -291,5 +291,5 @@ def test_one_kl_for_all_who_ask() -> None:
 
 
 def test_a_rule_that_needs_verdicts_is_refused_where_nobody_judges() -> None:
-    with pytest.raises(ConfigError, match=r"weights 'scope'\) needs to know which rollouts are right.*\[reward\] checker = "):
+    with pytest.raises(ConfigError, match=r"weights = 'scope' asks which rollouts are right.*set reward.checker"):
         make_config({"models": {"world": "clean"}, "method": {"weights": "scope"}})

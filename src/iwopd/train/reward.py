@@ -21,7 +21,7 @@ from iwopd.eval.checkers import PromptChecker, prompt_checker
 from iwopd.eval.workers import usable_cores
 from iwopd.train.attention import Refused
 from iwopd.train.checking import Checking, Judged
-from iwopd.types import Prompt, Rollout
+from iwopd.types import Prompt, Rollout, number_prompts
 
 
 def reward_refuses(config: Config) -> Iterator[Refused]:
@@ -99,8 +99,7 @@ class Rewards:
         judged = wait()
         seconds = time.perf_counter() - start
         rewards = torch.tensor([one.reward for one in judged], dtype=torch.float64)
-        numbers: dict[str, int] = {}
-        groups = torch.tensor([numbers.setdefault(rollout.prompt.id, len(numbers)) for rollout in rollouts])
+        groups = torch.tensor(number_prompts(rollouts))
         dtype, given = evidence.old_logprobs.dtype, self.settings
         added = None  # nothing at all: bit for bit the run without a reward
         if given.coefficient:
