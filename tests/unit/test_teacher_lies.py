@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from iwopd.algo.views import Wanted
+from iwopd.teacher import server as scoring_client
 from iwopd.teacher import serving, serving_scores, wire
 from iwopd.teacher.errors import TeacherError
 from iwopd.teacher.serving import TeacherServer
@@ -170,3 +171,19 @@ def test_replicas_of_different_models_are_found_out(server: TeacherServer) -> No
         other.model = server.model  # it was started again with another model
         with pytest.raises(TeacherError, match="started again with another model"):
             remote.look(rollouts(), Wanted(states=True))
+
+
+def test_states_are_checked_again_and_again(server: TeacherServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring_client, "STATES_APART", 20)
+    remote, asked, honest = asking(server.url), rollouts(4), serving_scores.answer_scores
+    remote.look(asked, Wanted(states=True))
+
+    def lying(*given: Any) -> bytes:
+        tensors, about = wire.unpack(honest(*given))
+        tensors["states"] = tensors["states"].roll(1, 0).contiguous()
+        return wire.pack(tensors, about)
+
+    monkeypatch.setattr(serving, "answer_scores", lying)
+    assert remote.look(asked[:2], Wanted(states=True))  # seven tokens: not yet
+    with pytest.raises(TeacherError, match="hidden state and output matrix make"):
+        remote.look(asked, Wanted(states=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -91,6 +92,27 @@ def test_plain_scores_are_the_same_in_both_dialects_of_our_server(server: Teache
     asked = rollouts()
     binary, text = asking(server.url).score(asked), asking(server.url, dialect="vllm").score(asked)
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(binary, text, strict=True))
+
+
+def test_questions_of_different_kinds_at_the_same_time_are_answered_each_for_itself(server: TeacherServer) -> None:
+    asked = rollouts()
+    kinds = [Wanted(), Wanted(entropy=True), Wanted(top_k=3), Wanted(top_k=4), Wanted(chosen=True), Wanted(states=True)] * 3
+    given = [some_ids(asked, width=2 + n % 2) if wanted.chosen else None for n, wanted in enumerate(kinds)]
+    with ThreadPoolExecutor(len(kinds)) as threads:
+        found = list(threads.map(lambda pair: asking(server.url).look(asked, *pair), zip(kinds, given, strict=True)))
+    for wanted, ids, answers in zip(kinds, given, found, strict=True):
+        for ours, theirs in zip(answers, local(server).look(asked, wanted, ids), strict=True):
+            assert torch.allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+            assert (ours.top_ids is None) == (theirs.top_ids is None)
+            assert ours.top_ids is None or torch.equal(ours.top_ids, theirs.top_ids)
+
+
+def test_a_server_with_a_token_says_nothing_without_it() -> None:
+    with served(make_model("qwen3")) as running:
+        running.token = "secret"
+        for ask in (lambda: asking(running.url).look(rollouts(), Wanted(entropy=True)), asking(running.url).output_matrix):
+            with pytest.raises(TeacherError, match="it denies access"):
+                ask()
 
 
 def test_empty_answers_have_all_that_was_wanted(server: TeacherServer) -> None:

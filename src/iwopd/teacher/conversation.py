@@ -204,6 +204,8 @@ async def _exchange(
 ) -> tuple[int, bytes]:
     """Status and content. A body that grows beyond `most_bytes` is a `TeacherError`: no honest answer is that long."""
     data = body if isinstance(body, bytes) else encode(body)
+    if isinstance(body, bytes):
+        headers = {**headers, "Content-Type": "application/octet-stream"}
     try:
         async with asyncio.timeout(seconds), session.stream(method, url, content=data, headers=headers) as response:
             pieces, size = [], 0

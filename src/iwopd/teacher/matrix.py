@@ -19,7 +19,7 @@ from iwopd.teacher.scorer import OutputMatrix
 MOST_MATRIX = 2**35
 """Bytes: four times the largest that we know of (a vocabulary of 262,144 at size 16,384 in bfloat16)."""
 CHECKED = 16
-"""Tokens of each look whose log-probs are computed again: each costs a product with the whole matrix."""
+"""Tokens whose log-probs are computed again at a time: each costs a product with the whole matrix."""
 TOLERANCE = 1e-2
 TOLERANCE_HALF = 0.1
 """Largest difference between a log-prob that a server sends and the one that its states and matrix make. Rounding the states

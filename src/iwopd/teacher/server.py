@@ -30,6 +30,8 @@ from iwopd.types import Prompt, Rollout
 
 EXAMPLES = 4
 """Prompts on which a server is tried out."""
+STATES_APART = 2**14
+"""Tokens between two checks of hidden states against the output matrix, of which each reads all of it."""
 
 
 class ServerScorer(Scorer):
@@ -47,6 +49,7 @@ class ServerScorer(Scorer):
         self.vocab_size: int | None = None
         """Ids of the student's tokenizer, once known: a server may have more."""
         self._matrix: OutputMatrix | None = None
+        self._unchecked = STATES_APART
         self._fetching = threading.Lock()
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
@@ -117,6 +120,11 @@ class ServerScorer(Scorer):
             return self._matrix
 
     def _check_states(self, sequences: Sequence[TokenSequence], scores: Sequence[TokenScores]) -> None:
+        """The first that come, and some of them ever after."""
+        self._unchecked += sum(len(one.logprobs) for one in scores)
+        if self._unchecked < STATES_APART:
+            return
+        self._unchecked = 0
         try:
             check_states(self.output_matrix(), sequences, scores)
         except TeacherError as error:
