@@ -161,6 +161,7 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
     """Everything that can be chosen, as plain values: `iwopd methods --json`. A plug-in that does not load says why."""
     from iwopd.algo import WEIGHT_RULES
     from iwopd.algo.advantages import ADVANTAGES
+    from iwopd.algo.evidence import EVIDENCE, FURTHER, TEACHER_DISTRIBUTION
     from iwopd.algo.objectives import OBJECTIVES
 
     def listed(registry: Mapping[str, Any], describe: Any) -> list[dict[str, Any]]:
@@ -169,7 +170,7 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
             try:
                 found.append(describe(registry[name]))
             except (ImportError, TypeError) as error:
-                nothing = {"formula": "", "source": "", "params": {}, "needs": []}
+                nothing = {"formula": "", "source": "", "params": {}, "needs": [], "beside_logprobs": []}
                 found.append({"name": name, "title": name, **nothing, "error": str(error)})
         return found
 
@@ -178,11 +179,14 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
         known = {**kind.settings({}), **{name: every[name] for name in kind.conditions}}
         settings = {name: one.default for name, one in known.items()}
         texts = {"name": kind.name, "title": kind.title, "formula": kind.formula, "source": kind.source}
-        return {**texts, "params": settings, "needs": sorted(kind().needs - {"mask"})}
+        needs = sorted(kind().needs - {"mask"})
+        further = [name for name in needs if name in (*FURTHER, TEACHER_DISTRIBUTION)]
+        return {**texts, "params": settings, "needs": needs, "beside_logprobs": further}
 
     return {
         "objectives": listed(OBJECTIVES, objective),
         "advantages": listed(ADVANTAGES, lambda one: one.describe()),
         "rules": listed(WEIGHT_RULES, lambda one: one.describe() | {"family": one.family}),
         "methods": [{"name": name, "title": TITLES[name], "method": section} for name, section in METHODS.items()],
+        "evidence": [{"name": name, "what": text, "beside_logprobs": name in FURTHER} for name, text in EVIDENCE.items()],
     }

@@ -169,6 +169,10 @@ def make_probe(path: Path, student: str = "small", **changes: Any) -> Path:
         {"key": key, "title": f"OPD {key} the drift", "cosine": estimate(0.2), "gain": estimate(0.0), "share": estimate(share)}
         for key, share in (("before", 0.1), ("at", 0.2), ("until", 0.3), ("after", 0.7))
     ]
+    verdicts = [
+        {"key": key, "title": title, "right": estimate(0.1), "wrong": estimate(0.4), "difference": estimate(0.3)}
+        for key, title, _ in rules[:2]
+    ]
     values = {
         "format": 1,
         "iwopd": "0.1.0",
@@ -233,7 +237,14 @@ def make_probe(path: Path, student: str = "small", **changes: Any) -> Path:
                 "opposite": estimate(0.02, 0.01),
             },
         },
-        "alignment": {"batches": 4, "batch_prompts": 10, "rules": aligned, "regions": regions},
+        "alignment": {
+            "batches": 4,
+            "batch_prompts": 10,
+            "rules": aligned,
+            "regions": regions,
+            "verdicts": verdicts,
+            "compared": 12,
+        },
         "bias": "strong",
         "verdict": ["The position bias is strong.", "It falls."],
         "seconds": {"rollouts": 1.5},

@@ -77,6 +77,9 @@ def test_everything_at_once(run: Run, pair: Path, capsys: pytest.CaptureFixture[
     assert all(-1 <= (rule.cosine.mean or 0.0) <= 1 for rule in found.alignment.rules)
     assert found.bias != "unmeasurable"
     assert found.settings["gamma"] == 1.5
+    keys = [rule.key for rule in found.rules.rules]
+    assert {"power", "baseline", "clipped", "log-mix", "teacher-entropy", "tip", "prune", "sod", "rising", "scope"} <= set(keys)
+    assert (found.alignment.verdicts == []) == (found.alignment.compared == 0)
 
 
 def test_the_same_seed_gives_the_same_numbers(run: Run, pair: Path) -> None:
@@ -97,6 +100,9 @@ def test_without_answers_and_solutions(run: Run, pair: Path) -> None:
     assert found.positions is not None
     assert found.rollouts.prompts == 6
     assert any("checker" in sentence for sentence in found.verdict)
+    assert found.rules is not None
+    assert "scope" not in [rule.key for rule in found.rules.rules]
+    assert any("SCOPE" in note and "nobody judges the rollouts" in note for note in found.notes)
 
 
 def test_a_task_brings_problems_checker_and_solutions(run: Run, tmp_path: Path) -> None:
@@ -191,6 +197,9 @@ def test_bad_input_gets_clear_words(run: Run, pair: Path, tmp_path: Path) -> Non
         return str(error.value)
 
     assert "--max-tokens is needed" in refused(*prompts)
+    assert "looks at 22 likely ids (k), but the vocabulary has 21" in refused(
+        *prompts, "--max-tokens", "8", "--rule", "prune:k=22"
+    )
     assert "name a file with --prompts or a --task" in refused("--max-tokens", "8")
     assert "--fractions must lie in" in refused(*prompts, "--fractions", "0,1.5")
     assert "--fractions should look like" in refused(*prompts, "--fractions", "a")

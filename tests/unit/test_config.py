@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,9 @@ def test_the_command_line_answers_bad_input_with_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_lists_every_setting_and_methods_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_setting_and_methods_every_rule(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = capsys.readouterr().out
@@ -130,6 +133,7 @@ def test_help_lists_every_setting_and_methods_every_rule(capsys: pytest.CaptureF
         assert f"--{name} " in text
         assert info.description
         assert info.description in text
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as stop:
         main(["methods"])
     assert stop.value.code == 0
@@ -137,3 +141,17 @@ def test_help_lists_every_setting_and_methods_every_rule(capsys: pytest.CaptureF
     for name in METHODS:
         assert name in text
     assert "sum_{k<t} |a[k]|" in text
+    assert "needs: gap; beside log-probs: kl" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_methods_as_json_say_what_each_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["methods", "--json"])
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    further = {one["name"]: one["beside_logprobs"] for kind in ("advantages", "rules") for one in found[kind]}
+    assert (further["opd"], further["cumulative-share"], further["sod"]) == ([], [], [])
+    assert (further["baseline"], further["tip"], further["scope"]) == (["kl"], ["student_entropy", "kl"], ["correct", "prompt"])
+    known = {one["name"] for one in found["evidence"] if one["beside_logprobs"]}
+    assert {name for names in further.values() for name in names} <= known
+    assert all(one["formula"] and one["source"] for kind in ("advantages", "rules") for one in found[kind])

@@ -153,7 +153,9 @@ def test_every_objective_describes_itself() -> None:
 def test_a_method_without_a_name_is_called_by_what_it_is_made_of() -> None:
     assert method_title({}) == "OPD"
     assert method_title({"weights": "cumulative-share"}) == "IW-OPD"
-    assert method_title({"objective": "divergence", "weights": "survival"}) == "divergence survival"
-    assert method_title({"objective": "divergence", "divergence": "forward-kl"}) == "divergence uniform divergence=forward-kl"
+    assert method_title({"objective": "divergence", "weights": "survival"}) == "Reverse KL, survival (ours)"
+    assert method_title({"objective": "divergence", "weights": "signed"}) == "divergence signed"
+    skewed = {"objective": "divergence", "divergence": "skew-forward-kl"}
+    assert method_title(skewed) == "divergence uniform divergence=skew-forward-kl alpha=0.1"
     assert method_title({"advantage": "exopd", "scale": 1.5, "params": {}}) == "exopd uniform scale=1.5"
     assert method_title({"objective": "of-a-plug-in-that-is-gone", "weights": "signed"}) == "of-a-plug-in-that-is-gone signed"

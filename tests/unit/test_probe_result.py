@@ -14,6 +14,7 @@ from iwopd.analysis.probe.present import bar, print_probe
 from iwopd.analysis.probe.result import (
     Aligned,
     Alignment,
+    ByVerdict,
     Curve,
     Drift,
     Estimate,
@@ -141,6 +142,35 @@ def test_the_verdict_names_the_drift() -> None:
     assert "90 % of the rollouts drift" in text
     assert "hold 80 % of the discrepancy" in text
     assert "+0.100 ± 0.000" in text
+
+
+def split_alignment() -> Alignment:
+    verdicts = [ByVerdict(key="opd", title="OPD", right=estimate(0.1), wrong=estimate(0.4), difference=estimate(0.3, 0.1))]
+    return alignment(**{"iw-opd-0.5": estimate(0.0, 0.1)}).model_copy(update={"verdicts": verdicts, "compared": 9})
+
+
+def test_the_verdict_and_the_tables_tell_right_from_wrong_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+    found = probe(handoff=handoff(0.9, 0.3, 0.1), alignment=split_alignment())
+    text = " ".join(judge(found, 0.5)[1])
+    assert "On wrong rollouts OPD's update has a cosine of +0.400" in text
+    assert "(difference +0.300 ± 0.100)" in text
+    print_probe(found, Console(width=150))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "on right and on wrong rollouts (9 of each)" in text
+    assert "wrong minus right" in text
+    print_probe(found.model_copy(update={"alignment": alignment()}), Console(width=150))
+    assert "wrong minus right" not in capsys.readouterr().out
+
+
+def test_a_probe_from_before_the_split_is_read(tmp_path: Path) -> None:
+    write_probe(probe(alignment=split_alignment()), tmp_path / "probe.json")
+    values = json.loads((tmp_path / "probe.json").read_text())
+    assert values["alignment"]["compared"] == 9
+    del values["alignment"]["verdicts"], values["alignment"]["compared"]
+    (tmp_path / "probe.json").write_text(json.dumps(values))
+    found = read_probe(tmp_path).alignment
+    assert found is not None
+    assert (found.verdicts, found.compared) == ([], 0)
 
 
 def test_a_probe_survives_its_file(tmp_path: Path) -> None:

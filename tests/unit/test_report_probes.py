@@ -107,6 +107,32 @@ def test_charts_hold_the_numbers_of_the_probe(tmp_path: Path) -> None:
     assert charts["probe-regions-share"].series[0].y == pytest.approx([10, 20, 30, 70])
     regions = charts["probe-regions"]
     assert len(regions.bars) == 4
+    verdicts = charts["probe-verdicts"]
+    assert verdicts.bars[:2] == ("OPD, right", "OPD, wrong")
+    assert list(verdicts.series[0].y) == pytest.approx([0.1, 0.4, 0.1, 0.4])
+    assert "12 of each" in verdicts.caption
+
+
+def test_probes_of_older_versions_are_shown_without_verdicts(tmp_path: Path) -> None:
+    path = make_probe(tmp_path / "probe.json")
+    values = json.loads(path.read_text())
+    del values["alignment"]["verdicts"], values["alignment"]["compared"]
+    path.write_text(json.dumps(values))
+    charts = charts_of(read_data([path]))
+    assert "probe-verdicts" not in charts
+    assert "probe-gain" in charts
+
+
+def test_advantages_have_no_curve_of_weights(tmp_path: Path) -> None:
+    """Theirs are 1 everywhere; their share of the update is shown."""
+    path = make_probe(tmp_path / "probe.json")
+    values = json.loads(path.read_text())
+    plain = values["rules"]["rules"][0]
+    values["rules"]["rules"].append({**plain, "key": "power", "title": "PowerOPD's advantage", "advantage": "power"})
+    path.write_text(json.dumps(values))
+    charts = charts_of(read_data([path]))
+    assert "PowerOPD's advantage" not in [series.label for series in charts["probe-weights-sums"].series]
+    assert "PowerOPD's advantage" in charts["probe-first"].bars
 
 
 def test_several_probes_are_compared_by_colour(tmp_path: Path) -> None:
@@ -131,8 +157,8 @@ def test_many_probes_have_a_section_each(tmp_path: Path) -> None:
     panels = build_panels(read_data([tmp_path]))
     assert [panel.id for panel in panels] == [f"probe-{place}" for place in range(1, 6)]
     assert panels[1].title == "Probe: small (1)"
-    assert len(panels[0].charts) == len(panels[4].charts) == 18
-    assert len(charts_of(read_data([tmp_path]))) == 5 * 18
+    assert len(panels[0].charts) == len(panels[4].charts) == 19
+    assert len(charts_of(read_data([tmp_path]))) == 5 * 19
     text = write_report([tmp_path], tmp_path / "r.html").read_text(encoding="utf-8")
     assert "<title>5 probes · iwopd report</title>" in text
 

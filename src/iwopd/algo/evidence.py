@@ -151,7 +151,7 @@ class Formula:
         title = getattr(self, "title", "") or self.name
         needs = [name for name in self.needs if name not in ("mask", WEIGHTS)]
         about = {"name": self.name, "title": title, "formula": self.formula, "source": self.source}
-        return {**about, "params": self.params, "needs": needs}
+        return {**about, "params": self.params, "needs": needs, "beside_logprobs": [name for name in needs if name in FURTHER]}
 
 
 def _fits(value: object, wanted: Any) -> bool:

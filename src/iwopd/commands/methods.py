@@ -24,36 +24,57 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+HEADINGS = {
+    "objectives": "Objectives (method.objective); their parameters are settings of [method]",
+    "advantages": "Advantages (method.advantage) of policy-gradient; their parameters are settings of [method]",
+    "rules": "Weight rules (method.weights), a[t] = lp_T[t] - lp_0[t]; their parameters are method.params.\n"
+    "Every rule also takes normalize = 'mean-one'",
+}
+
+
 def _show(found: dict[str, list[dict[str, Any]]]) -> None:
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(emoji=False)
 
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, markup=False, highlight=False)
+    def say(text: str, style: str = "", indent: int = 0) -> None:
+        """Lines that are too long go on under their beginning."""
+        for line in text.splitlines():
+            console.print(Padding(Text(line, style=style), (0, 0, 0, indent), expand=False))
 
     table = Table(title="Methods (recipes/tiny/NAME.toml)", title_justify="left")
-    for column in ("name", "in the paper", "[method] section"):
+    for column in ("name", "what it is", "[method] section"):
         table.add_column(column, overflow="fold")
     for method in found["methods"]:
         table.add_row(method["name"], method["title"], _toml(method["method"]) or "the defaults")
     console.print(table, markup=False)
-    headings = {
-        "objectives": "Objectives (method.objective); their parameters are settings of [method]",
-        "advantages": "Advantages (method.advantage) of policy-gradient; their parameters are settings of [method]",
-        "rules": "Weight rules (method.weights), a[t] = lp_T[t] - lp_0[t]; their parameters are method.params.\n"
-        "Every rule also takes normalize = 'mean-one'",
-    }
-    for kind, heading in headings.items():
-        say(f"\n{heading}")
+    for kind, heading in HEADINGS.items():
+        console.print()
+        say(heading)
         for one in found[kind]:
+            console.print()
             if "error" in one:
-                say(f"\n  {one['name']}: {one['error']}", style="red")
+                say(f"{one['name']}: {one['error']}", style="red", indent=2)
                 continue
-            say(f"\n  {one['name']}", style="bold")
-            say(f"    {one['formula']}\n    from: {one['source']}\n    parameters: {_toml(one['params']) or 'none'}")
-            say(f"    needs: {', '.join(one['needs']) or 'nothing but the length'}")
+            say(one["name"], style="bold", indent=2)
+            say(
+                f"{one['formula']}\nfrom: {one['source']}\nparameters: {_toml(one['params']) or 'none'}\n{_needs(one)}",
+                indent=4,
+            )
+    console.print()
+    say("Evidence beside the log-probs of the written tokens: computed only where a method asks for it")
+    for one in found["evidence"]:
+        if one["beside_logprobs"]:
+            say(f"{one['name']}: {one['what']}", indent=2)
+
+
+def _needs(one: dict[str, Any]) -> str:
+    plain = [name for name in one["needs"] if name not in one["beside_logprobs"]]
+    further = f"beside log-probs: {', '.join(one['beside_logprobs'])}" if one["beside_logprobs"] else ""
+    return f"needs: {'; '.join(filter(None, [', '.join(plain), further])) or 'nothing but the length'}"
 
 
 def _toml(values: dict[str, Any]) -> str:
@@ -66,4 +87,6 @@ def _value(value: Any) -> str:
         return "{" + _toml(value) + "}"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, float) and len(repr(value)) > 8:
+        return f"{value:.4g}"
     return "(left out)" if value is None else repr(value)
