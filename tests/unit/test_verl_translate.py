@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from iwopd.algo.objectives import OBJECTIVES, PolicyGradient
+from iwopd.algo.objectives import OBJECTIVES, Divergence, PolicyGradient
 from iwopd.cluster.verl.checks import check_settings
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.fields import FIELDS, table
@@ -33,6 +33,7 @@ BASE: dict[str, Any] = {
 }
 WORLD: dict[str, Any] = {"models": {"world": "clean"}, "rollout": {"prompts_per_step": 48}}
 
+FORWARD_KL = {"objective": "divergence", "divergence": "forward-kl", "support": "top-k"}
 OTHER: dict[str, Any] = {
     "seed": 3,
     "steps": 7,
@@ -74,6 +75,12 @@ OTHER: dict[str, Any] = {
     "method.correction_threshold": 2.0,
     "method.entropy_coef": 0.1,
     "method.kl_coef": 0.1,
+    "method.divergence": "reverse-kl",
+    "method.support": "full",
+    "method.support_of": "union",
+    "method.k": 7,
+    "method.beta": 0.2,
+    "method.alpha": 0.2,
     "reward.checker": "math",
     "reward.coefficient": 0.5,
     "reward.normalize": "mean",
@@ -161,6 +168,9 @@ COMPANIONS: dict[str | None, dict[str, Any]] = {
     "lora.quantize": {"lora": {"rank": 8}},
     "method.scale": {"method": {"advantage": "exopd"}},
     "method.weighting": {"method": {"advantage": "exopd"}},
+    **{f"method.{name}": {"method": FORWARD_KL} for name in ("divergence", "support", "support_of", "k")},
+    "method.beta": {"method": FORWARD_KL | {"divergence": "jsd"}},
+    "method.alpha": {"method": FORWARD_KL | {"divergence": "skew-forward-kl"}},
     "reward.checker": {"rollout": {"samples": 2}},
     **{
         f"reward.{name}": {"reward": {"checker": "math"}, "rollout": {"samples": 2}}
@@ -207,7 +217,7 @@ def _names(kind: str) -> list[str]:
 
 def test_every_setting_has_a_treatment() -> None:
     assert list(FIELDS) != []
-    method = {f"method.{name}" for name in PolicyGradient.settings({"advantage": "exopd"})}
+    method = {f"method.{name}" for name in (*PolicyGradient.settings({"advantage": "exopd"}), *Divergence.every_setting())}
     assert {name for name, _ in settings()} | method == set(FIELDS)
     assert all(
         treatment.text and (treatment.kind == "only") == (treatment.allowed is not None) for treatment in FIELDS.values()

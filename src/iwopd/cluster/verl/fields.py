@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from iwopd.cluster.verl.carrying import CARRIED, LIMITS
 from iwopd.config import Config, Reward
 from iwopd.rollout.settings import ServerSettings
 
@@ -89,7 +90,7 @@ FIELDS: dict[str, Treatment] = {
     "data.max_prompt_tokens": _mapped("data.max_prompt_length"),
     # --- method: see params.py ----------------------------------------------------------------------------------------
     "method.objective": _only(
-        "policy-gradient", "verl's distillation loss carries advantages of the sampled token, nothing else"
+        lambda name, config: name in CARRIED, f"verl carries {' and '.join(CARRIED)}: choose one, or use the local engine"
     ),
     "method.advantage": _mapped(f"{_LOSS}.loss_mode, {_LOSS}.iwopd.advantage, {_ACTOR}.use_kl_loss"),
     "method.weights": _mapped(f"{_LOSS}.loss_mode, {_LOSS}.iwopd.weights"),
@@ -101,6 +102,12 @@ FIELDS: dict[str, Treatment] = {
     "method.correction_threshold": _mapped("algorithm.rollout_correction.rollout_is_threshold"),
     "method.entropy_coef": _only(0, f"verl drops entropy {_ALONE}"),
     "method.kl_coef": _only(0, f"verl drops the KL {_ALONE}"),
+    **{f"method.{name}": _only(*limit) for name, limit in LIMITS.items()},
+    "method.k": _mapped(f"{_LOSS}.topk; the teacher's prompt_logprobs"),
+    **{
+        f"method.{name}": _only(lambda value, config: False, "of a divergence that verl does not carry")
+        for name in ("beta", "alpha")
+    },
     **{f"reward.{name}": _only(info.default, _REWARD) for name, info in Reward.model_fields.items()},
     # --- rollouts ---------------------------------------------------------------------------------------------------
     "rollout.engine": _only(
