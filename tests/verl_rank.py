@@ -56,7 +56,8 @@ def update(
 ) -> list[float]:
     """One step on these rollouts; returns the loss of each update."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    batch = as_batch(rollouts)
+    likeliest = config.distillation.distillation_loss.topk if settings.method.objective == "divergence" else 0
+    batch = as_batch(rollouts, likeliest)
     rows = list(range(len(rollouts)))
     mine = rows[rank * len(rows) // ranks : (rank + 1) * len(rows) // ranks]
 
@@ -75,8 +76,9 @@ def update(
     corrected, _ = compute_rollout_correction_and_add_to_batch(
         DataProto.from_single_dict(columns), config.algorithm.rollout_correction
     )
-    batch["rollout_is_weights"] = response_to_nested(corrected.batch["rollout_is_weights"], batch["response_mask"])
-    batch["advantages"] = batch["rollout_is_weights"] * 0.0
+    if "rollout_is_weights" in corrected.batch:
+        batch["rollout_is_weights"] = response_to_nested(corrected.batch["rollout_is_weights"], batch["response_mask"])
+    batch["advantages"] = batch["rollout_log_probs"] * 0.0
     batch.update(before_the_split(batch, settings, training_progress(step, settings.steps))[0])
 
     actor = config.actor_rollout_ref.actor
@@ -84,8 +86,8 @@ def update(
     tu.assign_non_tensor(
         training,
         calculate_entropy=False,
-        distillation_use_topk=False,
-        distillation_only=False,
+        distillation_use_topk=likeliest > 0,
+        distillation_only=likeliest > 0,  # as verl's trainer decides
         global_batch_size=actor.ppo_mini_batch_size,
         mini_batch_size=actor.ppo_mini_batch_size,
         epochs=actor.ppo_epochs,
@@ -97,11 +99,14 @@ def update(
     return [float(value) for value in metrics["loss"]]
 
 
-def as_batch(rollouts: list[dict[str, list[Any]]]) -> TensorDict:
-    """The columns that verl's agent loop writes."""
+def as_batch(rollouts: list[dict[str, list[Any]]], likeliest: int) -> TensorDict:
+    """The columns that verl's agent loop writes; `likeliest`: so many of the teacher's ids instead of the written tokens."""
     rows = [item["prompt"] + item["response"] for item in rollouts]
-    # as verl's teachers answer: entry t is about token t + 1, the last one is filler
-    teacher = [[0.0] * (len(item["prompt"]) - 1) + item["teacher_logprobs"] + [0.0] for item in rollouts]
+
+    def whole(name: str, filler: list[Any]) -> torch.Tensor:
+        """As verl's teachers answer: entry t is about token t + 1, the last one is filler."""
+        return ragged([[filler] * (len(item["prompt"]) - 1) + item[name] + [filler] for item in rollouts])
+
     columns = {
         "input_ids": ragged(rows),
         "position_ids": ragged([list(range(len(row))) for row in rows]),
@@ -110,8 +115,10 @@ def as_batch(rollouts: list[dict[str, list[Any]]]) -> TensorDict:
         "response_mask": ragged([[1] * len(item["response"]) for item in rollouts]),
         "loss_mask": ragged([[1] * len(item["response"]) for item in rollouts]),
         "rollout_log_probs": ragged([item["rollout_logprobs"] for item in rollouts]),
-        "teacher_logprobs": ragged([[[value] for value in row] for row in teacher]),
+        "teacher_logprobs": whole("top_logprobs", [0.0] * likeliest) if likeliest else whole("teacher_logprobs", [0.0]),
     }
+    if likeliest:
+        columns["teacher_ids"] = whole("top_ids", [0] * likeliest).int()
     return TensorDict(columns, batch_size=len(rollouts))
 
 

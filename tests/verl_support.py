@@ -104,6 +104,8 @@ def verl_batch(given: dict[str, Tensor], *, threshold: float, reference: bool) -
     }
     if reference:
         columns["ref_log_prob"] = nested(rows_of(given["reference"]))
+    if "entropy" in given:
+        columns["entropy"] = nested(rows_of(given["entropy"]))
     return TensorDict(columns, batch_size=len(LENGTHS))
 
 

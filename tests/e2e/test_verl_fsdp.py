@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import verl_testing
+from iwopd.algo.views import Wanted
 from iwopd.cluster.verl.translate import places, translate
 from iwopd.config import Config, make_config
 from iwopd.lm import ResponseModel
@@ -33,13 +34,23 @@ from models import save_pair
 
 TESTS = Path(__file__).resolve().parents[1]
 STEPS, ROLLOUTS, RANKS = 3, 8, 2
+LIKELIEST = 4
+"""Ids of the teacher, where it sends these."""
 METHODS: dict[str, dict[str, Any]] = {
     "iw-opd": {"weights": "cumulative-share", "params": {"gamma": 0.5}},
     "ideal": {"weights": "ideal", "params": {"alpha": 0.1}},
     "prefix-only": {"weights": "prefix-only", "params": {"ratio": 0.5}},
     "iw-exopd": {"advantage": "exopd", "weights": "cumulative-share"},
+    "forward-kl": {
+        "objective": "divergence",
+        "divergence": "forward-kl",
+        "support": "top-k",
+        "k": LIKELIEST,
+        "weights": "linear-decay",
+    },
 }
-"""In the worker's loss; before the split, because of the batch; or because of the denominator; with verl's reference worker."""
+"""In the worker's loss; before the split, because of the batch; or because of the denominator; with verl's reference worker;
+through verl's logits processor."""
 
 
 @pytest.mark.slow
@@ -107,16 +118,20 @@ def by_local_learner(config: Config, steps: list[list[Rollout]]) -> tuple[dict[s
     reference = load(config.models.student) if config.method.made.needs_reference else None
     learner = Learner(ResponseModel(student), config.optim, config.method.made, Ranks())
     losses = []
+    asks = learner.objective.asks
     for step, rollouts in enumerate(steps, 1):
-        scores = [LocalScorer(model).score(rollouts) for model in (student, teacher, reference) if model is not None]
-        batch = TokenBatch.collate(
-            [ScoredRollout(*item) for item in zip(rollouts, *scores, strict=True)], correct_rollouts=True
-        )
+        ours, theirs = LocalScorer(student).look(rollouts), LocalScorer(teacher).look(rollouts, asks.teacher)
+        base = [None] * len(rollouts) if reference is None else LocalScorer(reference).score(rollouts)
+        scored = [
+            ScoredRollout(rollout, old.logprobs, new.logprobs, first, more=learner.objective.further_evidence(old, new))
+            for rollout, old, new, first in zip(rollouts, ours, theirs, base, strict=True)
+        ]
+        batch = TokenBatch.collate(scored, correct_rollouts=True)
         progress = training_progress(step, config.steps)
         columns = loss_columns(learner.objective, batch, evidence_of(batch, progress=progress))
         update = learner.update(batch, columns, seed=0, step=step)
         assert update.updates == config.optim.ppo_epochs
-        assert update.stats.as_dict()["ratio_max"] > 1.05
+        assert update.stats.as_dict().get("ratio_max", 2.0) > 1.05  # a divergence has no ratios
         losses.append(update.loss)
     return weights_of(student), losses
 
@@ -130,9 +145,11 @@ def run_verl(folder: Path, configs: dict[str, Config], steps: list[list[Rollout]
                 "prompt": list(rollout.prompt.token_ids),
                 "response": rollout.response_ids.tolist(),
                 "rollout_logprobs": rollout.rollout_logprobs.tolist(),
-                "teacher_logprobs": logprobs.tolist(),
+                "teacher_logprobs": scores.logprobs[:, None].tolist(),
+                "top_ids": scores.top_ids.tolist(),
+                "top_logprobs": scores.top_logprobs.tolist(),
             }
-            for rollout, logprobs in zip(rollouts, teacher.score(rollouts), strict=True)
+            for rollout, scores in zip(rollouts, teacher.look(rollouts, Wanted(top_k=LIKELIEST)), strict=True)
         ]
         for rollouts in steps
     ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from iwopd import algo
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import PolicyGradient
-from iwopd.cluster.verl.params import carried
+from iwopd.algo.registry import WEIGHT_RULES, WeightRule
 from iwopd.config import Method
 from support import RULES
 
@@ -80,6 +80,60 @@ def test_an_impossible_token_is_floored() -> None:
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
 
 
+def test_a_rule_gets_the_entropy_that_verls_trainer_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands beside the old log-probs."""
+    from verl_support import scores
+
+    def by_entropy(student_entropy: Tensor, mask: Tensor, *, most: float = 2.0) -> Tensor:
+        return (student_entropy / most).clamp(0.0, 1.0)
+
+    monkeypatch.setitem(WEIGHT_RULES._items, "by-entropy", WeightRule("by-entropy", by_entropy))
+    given = scores()
+    given["entropy"] = torch.where(given["mask"], -given["old"], 0.0)
+    method = Method(weights="by-entropy")
+    loss, gradient = by_verl(method, given, 17)
+    expected, expected_gradient, _, _ = by_algo(method, given)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("values", [{}, {"weights": "prefix-only", "params": {"ratio": 0.5}}], ids=names)
+def test_a_task_reward_is_added_to_the_advantages_before_the_clip(values: dict[str, Any]) -> None:
+    from verl_support import scores
+
+    given = scores()
+    of_rollouts = torch.tensor([1.0, -1.0, 0.5, 2.0, -2.0, 0.0], dtype=torch.float64)
+    reward = torch.where(given["mask"], of_rollouts[:, None], 0.0)
+    method = Method.model_validate(values)
+    loss, gradient = by_verl(method, given, 17, reward=reward)
+    expected, expected_gradient, _, _ = by_algo(method, given, reward)
+    without, _, _, _ = by_algo(method, given)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert abs(loss - without) > 1e-2
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_verls_own_sum_with_a_task_reward_is_another_loss() -> None:
+    """`use_task_rewards=true` clips each of the two by itself: why the reward is not left to it."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    from verl_support import loss_settings, method_config, scores
+
+    given = scores()
+    _, distillation = loss_settings(method_config(Method()))
+    config = distillation.distillation_loss
+    config.global_batch_info.update(dp_size=1, batch_num_tokens=int(given["mask"].sum()), global_batch_size=6)
+
+    def clipped(advantages: Tensor, current: Tensor) -> Tensor:
+        known = {"old_log_prob": given["old"], "log_prob": current, "response_mask": given["mask"]}
+        return get_policy_loss_fn("vanilla")(advantages=advantages, **known, loss_agg_mode="token-mean", config=config)[0]
+
+    distilled, reward = given["teacher"] - given["old"], torch.ones_like(given["old"])
+    for current, equal in ((given["old"], True), (given["current"], False)):  # the same only where all ratios are 1
+        apart = clipped(distilled + reward, current) - (clipped(distilled, current) + clipped(reward, current))
+        assert (abs(float(apart)) < 1e-5) == equal
+
+
 def test_a_padded_batch_gives_the_same() -> None:
     """The older trainer of verl pads prompts on the left and responses on the right."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
@@ -138,7 +192,9 @@ def test_upstream_still_does_not_pad_the_rollout_correction() -> None:
         distillation_ppo_loss(config=actor, distillation_config=distillation, model_output=output, data=data)
 
 
-def by_verl(method: Method, given: dict[str, Tensor], tokens: int, settings: Any = None) -> tuple[float, Tensor]:
+def by_verl(
+    method: Method, given: dict[str, Tensor], tokens: int, settings: Any = None, reward: Tensor | None = None
+) -> tuple[float, Tensor]:
     """Loss, and gradient by the current log-probs, of verl's code: the sum over micro-batches, the mean over ranks."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
 
@@ -146,9 +202,11 @@ def by_verl(method: Method, given: dict[str, Tensor], tokens: int, settings: Any
     from verl_support import loss_settings, method_config, micro_batches, model_output, verl_batch
 
     actor, distillation = settings or loss_settings(method_config(method))
-    data = verl_batch(given, threshold=carried(method).correction_threshold, reference=method.made.needs_reference)
-    columns, _ = before_the_split(data, distillation.distillation_loss.settings, PROGRESS)
-    assert bool(columns) == (method.made.needs_whole_batch is not None)
+    objective = method.made
+    assert isinstance(objective, PolicyGradient)
+    data = verl_batch(given, threshold=objective.correction_threshold, reference=objective.needs_reference)
+    columns, _ = before_the_split(data, distillation.distillation_loss.settings, PROGRESS, reward)
+    assert bool(columns) == (objective.needs_whole_batch is not None or reward is not None)
     data.update(columns)
     current = given["current"].clone().requires_grad_()
     total = 0.0
@@ -163,19 +221,23 @@ def by_verl(method: Method, given: dict[str, Tensor], tokens: int, settings: Any
     return total, current.grad
 
 
-def by_algo(method: Method, given: dict[str, Tensor]) -> tuple[float, Tensor, algo.PolicyStats, Tensor]:
+def by_algo(
+    method: Method, given: dict[str, Tensor], reward: Tensor | None = None
+) -> tuple[float, Tensor, algo.PolicyStats, Tensor]:
     """The same as the local learner computes it, on the whole batch; with the loss's statistics and the correction."""
     mask = given["mask"]
     objective = method.made
     assert isinstance(objective, PolicyGradient)
     reference = given["reference"] if objective.needs_reference else None
-    signal = objective.signal(Evidence(given["teacher"], given["old"], mask, reference, PROGRESS))
+    more = {"student_entropy": given.get("entropy"), "reward_advantages": reward}
+    evidence = Evidence(given["teacher"], given["old"], mask, reference, PROGRESS, **more)
+    signal = objective.signal(evidence)
     correction = algo.rollout_correction(given["old"], given["rollout"], mask, objective.correction_threshold)
     current = given["current"].clone().requires_grad_()
     out = algo.policy_loss(
         current,
         given["old"],
-        signal.advantages,
+        objective.columns(evidence, signal)["advantages"],
         signal.supervised,
         denominator=int(signal.supervised.sum()),
         clip=objective.clip,

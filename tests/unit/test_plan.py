@@ -269,6 +269,14 @@ def test_a_gpu_of_ones_own() -> None:
         make_plan(workload(recipe, teacher__urls=["http://gpu:8000"]), GPUS["h100"], 2, 8)
 
 
+def test_objectives_that_verl_cannot_carry_are_planned_for_one_gpu() -> None:
+    whole = workload(method={"objective": "divergence"})
+    with pytest.raises(PlanError, match=r"method.divergence is 'reverse-kl': verl makes no other.*plan for one GPU"):
+        make_plan(whole, GPUS["h100"], 1, 8)
+    carried = workload(method={"objective": "divergence", "divergence": "forward-kl", "support": "top-k"})
+    assert make_plan(carried, GPUS["h100"], 1, 8).layout.trainer == "verl"
+
+
 def test_several_teachers_share_the_prompts() -> None:
     """Two alike take as long as one: side by side on half of the GPUs each, or one after the other on half of the prompts."""
     twin = {"code": {"model": "Qwen/Qwen3-30B-A3B-Instruct-2507"}}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from iwopd.cluster.verl import job, params
+from iwopd.cluster.verl import job, launch, params
 from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, examine
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.job import check_size, ray_address
@@ -177,8 +177,29 @@ def test_no_ray_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         job._ask("127.0.0.1:1")
 
 
-def test_every_recipe_can_run_on_the_papers_cluster() -> None:
+def test_every_recipe_can_run_on_the_papers_cluster_or_is_refused_in_words() -> None:
     recipes = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
     assert len(recipes) > 50
+    refused = {}
     for recipe in recipes:
-        check_settings(load_config(recipe, {"cluster.nodes": 4, "cluster.gpus_per_node": 8}))
+        try:
+            check_settings(load_config(recipe, {"cluster.nodes": 4, "cluster.gpus_per_node": 8}))
+        except VerlError as error:
+            refused[f"{recipe.parent.name}/{recipe.stem}"] = str(error)
+    distributions = ("baseline", "forward-kl", "jsd", "kl", "kl-survival", "prune", "teacher-entropy", "tip", "top-k-kl")
+    assert set(refused) == {f"tiny/{name}" for name in distributions}
+    assert all("or train with the local engine" in text for text in refused.values())
+
+
+def test_more_ids_than_there_are_is_refused_before_a_run_directory_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = save_pair(tmp_path)
+    top = {"objective": "divergence", "divergence": "forward-kl", "support": "top-k", "k": 1000}
+    config = make_config(
+        {**tree, "method": top, "rollout": {**tree["rollout"], "prompts_per_step": 8}, "cluster": {"gpus_per_node": 2}}
+    )
+    monkeypatch.setattr(launch, "check_size", lambda *_: None)
+    with pytest.raises(UserError, match=r"method\.k is 1000, but the vocabulary has 21 ids"):
+        launch.run_on_verl(config, tmp_path / "run", doctor=False)
+    assert not (tmp_path / "run").exists()

@@ -10,14 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from iwopd.algo.registry import WEIGHT_RULES
+from iwopd.algo import evidence
+from iwopd.algo.advantages import ADVANTAGES, Advantage
+from iwopd.algo.registry import WEIGHT_RULES, WeightRule
 from iwopd.cluster.verl import params
+from iwopd.cluster.verl.carrying import EVIDENCE, carried
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.params import LOSS, Settings
 from iwopd.config import Method
 from iwopd.methods import METHODS
 
+FORWARD_KL = {"objective": "divergence", "divergence": "forward-kl", "support": "top-k"}
 with_verl = pytest.mark.filterwarnings("ignore")  # verl, Ray and their dependencies warn at import
 
 
@@ -27,13 +32,12 @@ with_verl = pytest.mark.filterwarnings("ignore")  # verl, Ray and their dependen
 def test_every_rule_and_advantage_has_a_name() -> None:
     names = params.presets()
     for rule in WEIGHT_RULES:
-        if params.EVIDENCE.issuperset(WEIGHT_RULES[rule].needs):
-            assert params.loss_mode(Method(weights=rule)) in names
-            assert params.loss_mode(Method(weights=rule, advantage="exopd")) in names
-        else:
-            assert params.loss_mode(Method(weights=rule)) not in names
+        known = EVIDENCE.issuperset(WEIGHT_RULES[rule].needs)
+        assert (params.loss_mode(Method(weights=rule)) in names) == known
+        assert params.loss_mode(Method(weights=rule, advantage="exopd")) in names
     assert {"iwopd_power", "iwopd_iw_clipped", "iwopd_log_mix"} <= set(names)
-    assert "iwopd_baseline" not in names
+    assert not {"iwopd_baseline", "iwopd_none"} & set(names)
+    assert params.loss_mode(Method.model_validate(FORWARD_KL)) == "iwopd_forward_kl_top_k"
     assert params.loss_mode(Method.model_validate(METHODS["iw-opd"])) == "iw_opd"
     assert params.loss_mode(Method()) == "iwopd_uniform"
     assert params.loss_mode(Method(advantage="exopd")) == "iwopd_exopd"
@@ -89,9 +93,81 @@ def iw_opd() -> Any:
     return method_config(Method.model_validate(METHODS["iw-opd"]), steps=7)
 
 
+# --- what verl can carry --------------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "kl": "method.divergence is 'reverse-kl': verl makes the forward KL",
+    "forward-kl": "method.support is 'full': verl's teacher sends its likeliest ids",
+    "jsd": "method.divergence is 'jsd': verl makes the forward KL",
+    "top-k-kl": "method.divergence is 'reverse-kl': verl makes the forward KL",
+    "kl-survival": "method.divergence is 'reverse-kl': verl makes the forward KL",
+    "baseline": "advantage 'baseline'.* needs kl, and verl",
+    "teacher-entropy": "weights 'teacher-entropy'.* needs teacher_entropy, and verl",
+    "tip": "weights 'tip'.* needs kl, and verl",
+    "prune": "weights 'prune'.* needs top_overlap, and verl",
+}
+"""Methods of the catalogue, and the words."""
+CARRIED = [name for name in METHODS if name not in REFUSED]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_carried_or_refused_in_words(name: str) -> None:
+    method = Method.model_validate(METHODS[name])
+    if name in REFUSED:
+        with pytest.raises(VerlError, match=REFUSED[name]):
+            params.overrides(method, steps=3)
+    else:
+        assert f"{LOSS}.loss_mode={params.loss_mode(method)}" in params.overrides(method, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"support_of": "student"}, "method.support_of is 'student': verl's teacher cannot be asked for ids"),
+        ({"support_of": "union"}, "method.support_of is 'union'"),
+        ({"divergence": "skew-forward-kl"}, "method.divergence is 'skew-forward-kl'"),
+        ({"weights": "survival"}, "method.weights is 'survival', which needs gap: .* not among them.*looks at no gap"),
+        ({"weights": "cumulative-share"}, "method.weights is 'cumulative-share', which needs gap"),
+    ],
+)
+def test_of_divergences_only_the_forward_kl_over_the_teachers_ids_is_carried(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(VerlError, match=words):
+        carried(Method.model_validate(FORWARD_KL | values))
+    carried(Method.model_validate(FORWARD_KL | {"weights": "linear-decay"}))
+
+
+@pytest.mark.parametrize("asked", [name for name in evidence.EVIDENCE if name not in EVIDENCE])
+def test_formulas_that_ask_for_more_than_verl_knows_are_refused(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"def asks(mask, gap, *, {asked}, k=3): return gap", scope)  # formulas ask by the names of their parameters
+    monkeypatch.setitem(WEIGHT_RULES._items, "asks", WeightRule("asks", scope["asks"]))
+    monkeypatch.setitem(ADVANTAGES._items, "asks", Advantage("asks", scope["asks"]))
+    for values in ({"weights": "asks"}, {"advantage": "asks"}):
+        with pytest.raises(VerlError, match=f"'asks'.* needs {asked}, and verl's distillation knows only"):
+            carried(Method.model_validate(values))
+    assert not {"iwopd_asks", "iwopd_iw_asks"} & set(params.presets())
+
+
+def test_formulas_of_other_packages_are_carried_if_verl_has_their_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks(gap: Tensor, student_entropy: Tensor, reference_logprobs: Tensor, progress: float) -> Tensor:
+        return gap
+
+    monkeypatch.setitem(ADVANTAGES._items, "asks", Advantage("asks", asks))
+    given = params.overrides(Method(advantage="asks"), steps=3)
+    assert {f"{LOSS}.loss_mode=iwopd_asks", "actor_rollout_ref.actor.use_kl_loss=true"} <= set(given)
+
+
 @with_verl
 @pytest.mark.slow
-@pytest.mark.parametrize("values", [*METHODS.values(), {"weights": "uniform", "dual_clip": float("inf"), "clip": 1e-5}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        *(METHODS[name] for name in CARRIED),
+        {"weights": "uniform", "dual_clip": float("inf"), "clip": 1e-5},
+        {**FORWARD_KL, "k": 7, "weights": "linear-decay"},
+    ],
+)
 def test_the_method_arrives_as_it_was_sent(values: dict[str, Any]) -> None:
     """Through Hydra's grammar and verl's way to build settings in a worker."""
     from verl.utils.config import omega_conf_to_dataclass
@@ -104,7 +180,9 @@ def test_the_method_arrives_as_it_was_sent(values: dict[str, Any]) -> None:
     assert check_driver(config) == Settings(method, 7)
     built = omega_conf_to_dataclass(config.distillation.distillation_loss)
     assert built.settings == Settings(method, 7)
-    assert built.loss_settings.use_estimator
+    divergence = method.objective == "divergence"
+    assert (built.loss_settings.use_topk, built.loss_settings.use_estimator) == (divergence, not divergence)
+    assert not divergence or built.topk == 7
 
 
 WRONG: dict[str, Any] = {

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from iwopd.algo.objectives import OBJECTIVES, PolicyGradient
+from iwopd.algo.advantages import ADVANTAGES
+from iwopd.algo.objectives import OBJECTIVES, Divergence, PolicyGradient
 from iwopd.cluster.verl.checks import check_settings
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.fields import FIELDS, table
@@ -33,6 +34,7 @@ BASE: dict[str, Any] = {
 }
 WORLD: dict[str, Any] = {"models": {"world": "clean"}, "rollout": {"prompts_per_step": 48}}
 
+FORWARD_KL = {"objective": "divergence", "divergence": "forward-kl", "support": "top-k"}
 OTHER: dict[str, Any] = {
     "seed": 3,
     "steps": 7,
@@ -69,11 +71,21 @@ OTHER: dict[str, Any] = {
     "method.params": {"normalize": "mean-one"},
     "method.scale": 1.5,
     "method.weighting": "advantage",
+    "method.power": 0.5,
+    "method.low": -1.0,
+    "method.high": 1.0,
+    "method.future": True,
     "method.clip": 0.3,
     "method.dual_clip": 4.0,
     "method.correction_threshold": 2.0,
     "method.entropy_coef": 0.1,
     "method.kl_coef": 0.1,
+    "method.divergence": "reverse-kl",
+    "method.support": "full",
+    "method.support_of": "union",
+    "method.k": 7,
+    "method.beta": 0.2,
+    "method.alpha": 0.2,
     "reward.checker": "math",
     "reward.coefficient": 0.5,
     "reward.normalize": "mean",
@@ -161,6 +173,12 @@ COMPANIONS: dict[str | None, dict[str, Any]] = {
     "lora.quantize": {"lora": {"rank": 8}},
     "method.scale": {"method": {"advantage": "exopd"}},
     "method.weighting": {"method": {"advantage": "exopd"}},
+    "method.power": {"method": {"advantage": "power"}},
+    **{f"method.{name}": {"method": {"advantage": "clipped"}} for name in ("low", "high")},
+    "method.future": {"method": {"advantage": "log-mix"}},
+    **{f"method.{name}": {"method": FORWARD_KL} for name in ("divergence", "support", "support_of", "k")},
+    "method.beta": {"method": FORWARD_KL | {"divergence": "jsd"}},
+    "method.alpha": {"method": FORWARD_KL | {"divergence": "skew-forward-kl"}},
     "reward.checker": {"rollout": {"samples": 2}},
     **{
         f"reward.{name}": {"reward": {"checker": "math"}, "rollout": {"samples": 2}}
@@ -207,7 +225,8 @@ def _names(kind: str) -> list[str]:
 
 def test_every_setting_has_a_treatment() -> None:
     assert list(FIELDS) != []
-    method = {f"method.{name}" for name in PolicyGradient.settings({"advantage": "exopd"})}
+    of_advantages = (name for advantage in ADVANTAGES for name in PolicyGradient.settings({"advantage": advantage}))
+    method = {f"method.{name}" for name in (*of_advantages, *Divergence.every_setting())}
     assert {name for name, _ in settings()} | method == set(FIELDS)
     assert all(
         treatment.text and (treatment.kind == "only") == (treatment.allowed is not None) for treatment in FIELDS.values()
@@ -233,6 +252,13 @@ def test_what_verl_cannot_do_is_refused_by_name(name: str) -> None:
     assert len(lines) == 1
     assert FIELDS[name].text in lines[0]
     check_settings(_config())  # the default is fine
+
+
+def test_a_setting_that_two_objectives_share_is_refused_of_one_alone() -> None:
+    """`alpha` is also the advantage log-mix's."""
+    config = make_config(BASE | {"method": {"advantage": "log-mix", "alpha": 0.2}})
+    check_settings(config)
+    assert "+distillation.distillation_loss.iwopd.alpha=0.2" in _overrides(config)
 
 
 def test_values_in_hydras_grammar() -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from iwopd.cluster.plan.gpus import Gpu, PlanError
 from iwopd.cluster.plan.workload import Workload
+from iwopd.cluster.verl.carrying import carried
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.train.memory import UPDATE, ModelShape, StepMemory
@@ -119,6 +120,10 @@ def _refuse_on_verl(work: Workload) -> None:
         raise PlanError("teacher.urls is set, and verl starts the teacher itself: leave it out, or plan for one GPU")
     for name in (f"teacher.others.{name}" for name, other in config.teacher.others.items() if other.urls):
         raise PlanError(f"{name}.urls is set, and verl starts all teachers itself: set {name}.model, or plan for one GPU")
+    try:
+        carried(config.method)
+    except VerlError as error:
+        raise PlanError(f"{error}, or plan for one GPU (--gpus-per-node 1)") from None
 
 
 def _on_verl(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_gpus: int) -> Iterator[Layout]:

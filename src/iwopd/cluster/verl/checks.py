@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from iwopd.cluster.verl import params
+from iwopd.cluster.verl.carrying import carried
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.fields import FIELDS
 from iwopd.cluster.verl.pools import Pools, pools
@@ -41,7 +42,7 @@ def check_settings(config: Config) -> None:
     try:
         faults += _sizes(config, pools(config))
         if not faults:
-            params.carried(config.method)
+            carried(config.method)
             faults += _own_overrides(config)
     except VerlError as error:
         faults.append(str(error))

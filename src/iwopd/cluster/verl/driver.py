@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.losses import settings_of
-from iwopd.cluster.verl.params import LOSS, LOSS_CONFIG, TRAINER, Settings, check_version
+from iwopd.cluster.verl.params import CORRECTION, LOSS, LOSS_CONFIG, TRAINER, Settings, check_version, correction_settings
 
 
 def check_driver(config: DictConfig) -> Settings:
@@ -18,7 +18,6 @@ def check_driver(config: DictConfig) -> Settings:
         raise VerlError("distillation.enabled is false: without a teacher there is nothing to distill; set it to true")
     settings = settings_of(loss_config(config))
     objective = settings.objective
-    correction = "algorithm.rollout_correction"
     wanted: dict[str, tuple[Any, str]] = {
         "trainer.use_v1": (True, "the older trainer knows no hook before the split"),
         "trainer.v1.trainer_mode": (TRAINER, "verl's synchronous trainer with our hook"),
@@ -26,11 +25,10 @@ def check_driver(config: DictConfig) -> Settings:
         "actor_rollout_ref.rollout.temperature": (1.0, "verl's teachers score at temperature 1"),
         "actor_rollout_ref.rollout.calculate_log_probs": (True, "the rollout correction needs the engine's own log-probs"),
         "algorithm.use_kl_in_reward": (False, "the teacher is the only reward"),
-        f"{correction}.bypass_mode": (False, "it takes the engine's log-probs for the trainer's own, which make the gap"),
-        f"{correction}.rollout_is": ("token", "the rollout correction is per token"),
-        f"{correction}.rollout_is_threshold": (objective.correction_threshold, "it is method.correction_threshold"),
-        f"{correction}.rollout_is_batch_normalize": (False, "the factors are used as they are"),
-        f"{correction}.rollout_rs": (None, "rejected tokens would stay in the loss's denominator"),
+        f"{CORRECTION}.bypass_mode": (False, "it takes the engine's log-probs for the trainer's own, which make the gap"),
+        **{f"{CORRECTION}.{name}": value for name, value in correction_settings(objective).items()},
+        f"{CORRECTION}.rollout_is_batch_normalize": (False, "the factors are used as they are"),
+        f"{CORRECTION}.rollout_rs": (None, "rejected tokens would stay in the loss's denominator"),
         "actor_rollout_ref.actor.use_kl_loss": (
             objective.needs_reference,
             "with it verl scores the reference, which is there for the methods that need it and nothing else",

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from iwopd.algo.objectives import Divergence
+from iwopd.cluster.verl.carrying import CARRIED, LIMITS
 from iwopd.config import Config, Reward
 from iwopd.rollout.settings import ServerSettings
 
@@ -38,6 +40,10 @@ def _unused(text: str) -> Treatment:
 
 def _only(allowed: Any, text: str) -> Treatment:
     return Treatment("only", text, allowed if callable(allowed) else lambda value, config: value == allowed)
+
+
+def _not_of_a_divergence(value: Any, config: Config) -> bool:
+    return config.method.objective != Divergence.name
 
 
 _LOSS = "distillation.distillation_loss"
@@ -89,18 +95,24 @@ FIELDS: dict[str, Treatment] = {
     "data.max_prompt_tokens": _mapped("data.max_prompt_length"),
     # --- method: see params.py ----------------------------------------------------------------------------------------
     "method.objective": _only(
-        "policy-gradient", "verl's distillation loss carries advantages of the sampled token, nothing else"
+        lambda name, config: name in CARRIED, f"verl carries {' and '.join(CARRIED)}: choose one, or use the local engine"
     ),
     "method.advantage": _mapped(f"{_LOSS}.loss_mode, {_LOSS}.iwopd.advantage, {_ACTOR}.use_kl_loss"),
     "method.weights": _mapped(f"{_LOSS}.loss_mode, {_LOSS}.iwopd.weights"),
     "method.params": _mapped(f"{_LOSS}.iwopd.params"),
-    "method.scale": _mapped(f"{_LOSS}.iwopd.scale"),
-    "method.weighting": _mapped(f"{_LOSS}.iwopd.weighting"),
+    **{
+        f"method.{name}": _mapped(f"{_LOSS}.iwopd.{name}")
+        for name in ("scale", "weighting", "power", "low", "high", "future")  # of advantages
+    },
     "method.clip": _mapped(f"{_LOSS}.clip_ratio, clip_ratio_low, clip_ratio_high"),
     "method.dual_clip": _mapped(f"{_LOSS}.clip_ratio_c"),
     "method.correction_threshold": _mapped("algorithm.rollout_correction.rollout_is_threshold"),
     "method.entropy_coef": _only(0, f"verl drops entropy {_ALONE}"),
     "method.kl_coef": _only(0, f"verl drops the KL {_ALONE}"),
+    **{f"method.{name}": _only(*limit) for name, limit in LIMITS.items()},
+    "method.k": _mapped(f"{_LOSS}.topk; the teacher's prompt_logprobs"),
+    "method.beta": _only(_not_of_a_divergence, "of 'jsd', which verl does not carry"),
+    "method.alpha": _only(_not_of_a_divergence, f"of skewed KLs, which verl does not carry; of 'log-mix' {_LOSS}.iwopd.alpha"),
     **{f"reward.{name}": _only(info.default, _REWARD) for name, info in Reward.model_fields.items()},
     # --- rollouts ---------------------------------------------------------------------------------------------------
     "rollout.engine": _only(

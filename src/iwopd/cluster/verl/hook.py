@@ -1,48 +1,69 @@
 """What must be known before a batch is split: new columns of the whole batch, and its metrics. `trainer.py` calls it.
 
-Advantages get a column of their own for the rules that need the rest of the batch, the progress or another denominator; the
-worker's loss then reads the column. The denominator is verl's: it divides by the sum of `loss_mask`.
+Advantages (or the weights of a divergence) get a column of their own for the rules that need the rest of the batch, the
+progress or another denominator; the worker's loss then reads the column. The denominator is verl's: it divides by the sum of
+`loss_mask`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from iwopd.algo.correction import rollout_mismatch
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.logprobs import floor_logprobs
-from iwopd.algo.objectives import TrainingSignal
-from iwopd.cluster.verl.losses import ADVANTAGES, batch_evidence, padded
+from iwopd.algo.objectives import Divergence, TrainingSignal
+from iwopd.cluster.verl.carrying import Carried, gap_is_known
+from iwopd.cluster.verl.losses import batch_evidence, padded, signal_column
 from iwopd.cluster.verl.params import Settings
 from iwopd.train.metrics import mean, signal_metrics
 
 
-def before_the_split(data: Any, settings: Settings, progress: float) -> tuple[dict[str, Any], dict[str, float]]:
-    """New columns of a whole batch, ragged like its `response_mask`, and metrics by name."""
+def before_the_split(
+    data: Any, settings: Settings, progress: float, reward_advantages: Tensor | None = None
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """New columns of a whole batch, ragged like its `response_mask`, and metrics by name.
+
+    `reward_advantages` [B, T] is what a task reward adds to the weighted advantages; None: nothing.
+    """
     from verl.workers.utils.padding import response_to_nested
 
     objective = settings.objective
-    evidence = batch_evidence(data, objective, progress)
+    evidence = replace(batch_evidence(data, objective, progress), reward_advantages=reward_advantages)
     signal = objective.signal(evidence)
     columns = {}
-    if objective.needs_whole_batch:
+    if objective.needs_whole_batch or reward_advantages is not None:
         mask = data["response_mask"]
-        columns[ADVANTAGES] = response_to_nested(signal.advantages, mask)
+        columns[signal_column(objective)] = response_to_nested(_factors(objective, evidence, signal), mask)
         if objective.rule.supervised is not None:
             columns["loss_mask"] = response_to_nested(signal.supervised.to(mask.dtype), mask)
-    return columns, _metrics(evidence, signal, progress) | _noise(data, evidence)
+    return columns, _metrics(objective, evidence, signal, progress) | _noise(data, evidence)
 
 
-def _metrics(evidence: Evidence, signal: TrainingSignal, progress: float) -> dict[str, float]:
+def _factors(objective: Carried, evidence: Evidence, signal: TrainingSignal) -> Tensor:
+    """What the loss is made from, [B, T]: a divergence's weights, or the advantages with what the reward adds."""
+    if isinstance(objective, Divergence):
+        return signal.weights
+    return objective.columns(evidence, signal)["advantages"].to(signal.advantages.dtype)
+
+
+def _metrics(objective: Carried, evidence: Evidence, signal: TrainingSignal, progress: float) -> dict[str, float]:
     """The local engine's numbers about scores and signal; lists become one entry per bin, because verl logs numbers only."""
     numbers: dict[str, float] = {
         "progress": progress,
         "tokens": float(signal.supervised.sum()),
-        "advantages/mean": mean(signal.advantages[signal.supervised]),
-        "teacher/floored": float(floor_logprobs(evidence.teacher_logprobs, evidence.mask).floored),
         "rollout/entropy_sampled": -mean(evidence.old_logprobs[evidence.mask]),
     }
-    for name, value in signal_metrics(signal).items():
+    measured = signal_metrics(signal)
+    if gap_is_known(objective):
+        numbers["advantages/mean"] = mean(signal.advantages[signal.supervised])
+        numbers["teacher/floored"] = float(floor_logprobs(evidence.teacher_logprobs, evidence.mask).floored)
+    else:
+        measured = {name: value for name, value in measured.items() if "weights" in name}
+    for name, value in measured.items():
         numbers |= {f"{name}/{place}": item for place, item in enumerate(value)} if isinstance(value, list) else {name: value}
     return {f"iwopd/{name}": value for name, value in numbers.items()}
 

@@ -21,6 +21,7 @@ from iwopd.config import Config
 from iwopd.filesystem import write_atomic
 from iwopd.runs.directory import RunDirectory
 from iwopd.runs.logs import RunError
+from iwopd.train.assembly import check_support
 from iwopd.train.doctor import refuse
 from iwopd.train.loading import open_world
 from iwopd.train.progress import PretrainingListener
@@ -64,6 +65,7 @@ def run_on_verl(
     check_size(config, address)
     open_world(config, progress)  # verl finds the models there
     order, tokenizer = load_order(config, messages.append)
+    check_support(config, len(tokenizer))
     if doctor:
         check_other_teachers(config, tokenizer)
     tasks = evaluated_tasks(config, tokenizer)

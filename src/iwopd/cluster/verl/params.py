@@ -18,8 +18,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from iwopd.algo.advantages import ADVANTAGES
-from iwopd.algo.objectives import PolicyGradient
+from iwopd.algo.objectives import Divergence, PolicyGradient
 from iwopd.algo.registry import WEIGHT_RULES
+from iwopd.cluster.verl.carrying import LIMITS, Carried, carried, carried_names
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.config import Method
 from iwopd.methods import METHODS
@@ -28,10 +29,11 @@ VERL = "0.9.1"
 """The one version whose inner workings this was tested with."""
 LOSS = "distillation.distillation_loss"
 LOSS_CONFIG = "iwopd.cluster.verl.lossconfig.LossConfig"
+ADDED = ("clip_ratio_c", "use_chunked_topk")
+"""Settings of the loss that verl's own file of settings does not have."""
+CORRECTION = "algorithm.rollout_correction"
 TRAINER = "iwopd_sync"
 """verl's synchronous trainer with our hook (`trainer.py`), as a value of `trainer.v1.trainer_mode`."""
-EVIDENCE = frozenset({"mask", "gap", "old_logprobs", "teacher_logprobs", "reference_logprobs", "progress", "weights"})
-"""What a batch of verl tells of its tokens: log-probs of the sampled ones alone."""
 NO_DUAL_CLIP = 1e9
 """verl's dual clip cannot be switched off. No ratio reaches this: both sides cut log-ratios at 20, and e^20 is half of it."""
 
@@ -45,45 +47,28 @@ class Settings:
     """Steps of the whole run; None: as verl counts them."""
 
     @property
-    def objective(self) -> PolicyGradient:
+    def objective(self) -> Carried:
         return carried(self.method)
 
 
-def carried(method: Method) -> PolicyGradient:
-    """The objective, if verl's distillation loss can carry it: advantages of the sampled token, nothing beside them."""
-    objective = method.made
-    if not isinstance(objective, PolicyGradient):
-        raise VerlError(
-            f"method.objective is {objective.name!r}, and verl carries only {PolicyGradient.name!r}: choose that, or train "
-            "with the local engine"
-        )
-    if missing := sorted(objective.needs - EVIDENCE):
-        raise VerlError(
-            f"the method ({objective.who}) needs {', '.join(missing)}, and verl's distillation knows only the log-probs of the "
-            "sampled tokens: choose another rule or advantage, or train with the local engine"
-        )
-    if why := objective.needs_reward:
-        raise VerlError(f"{why} trains on a task reward alone, which the launcher does not carry: use the local engine")
-    for name in ("kl_coef", "entropy_coef"):
-        if value := getattr(objective, name):
-            raise VerlError(
-                f"method.{name} is {value}, but verl drops KL and entropy terms when it trains on the teacher alone "
-                "(use_task_rewards=false): set it to 0, or train with the local engine"
-            )
-    return objective
+FORWARD_KL = "iwopd_forward_kl_top_k"
+"""The name of the forward KL over the teacher's likeliest ids, with any weights."""
 
 
 def presets() -> dict[str, dict[str, Any]]:
     """The registered losses and the `[method]` section that each stands for if there is no table `iwopd`."""
-    rules = {_loss_name(rule): {"weights": rule} for rule in WEIGHT_RULES if EVIDENCE.issuperset(WEIGHT_RULES[rule].needs)}
-    others = [name for name in ADVANTAGES if name not in ("opd", "none") and EVIDENCE.issuperset(ADVANTAGES[name].needs)]
+    rules = {_loss_name(rule): {"weights": rule} for rule in carried_names(WEIGHT_RULES)}
+    others = [name for name in carried_names(ADVANTAGES) if name not in ("opd", "none")]
     plain = {_loss_name(name): {"advantage": name} for name in others}
     weighted = {_loss_name(f"iw_{name}"): {"advantage": name, **METHODS["iw-opd"]} for name in others}
-    return {"iw_opd": METHODS["iw-opd"], **rules, **plain, **weighted}
+    divergence = {"objective": Divergence.name, **{name: value for name, (value, _) in LIMITS.items()}}
+    return {"iw_opd": METHODS["iw-opd"], **rules, **plain, **weighted, FORWARD_KL: divergence}
 
 
 def loss_mode(method: Method) -> str:
     """The name under which the method is registered, for `distillation.distillation_loss.loss_mode`."""
+    if isinstance(method.made, Divergence):
+        return FORWARD_KL
     advantage = method.made.advantage if isinstance(method.made, PolicyGradient) else "opd"
     if advantage != "opd":
         return _loss_name(advantage if method.weights == "uniform" else f"iw_{advantage}")
@@ -100,24 +85,46 @@ def overrides(method: Method, steps: int) -> list[str]:
     settings: dict[str, Any] = {
         f"{LOSS}._target_": LOSS_CONFIG,
         f"{LOSS}.loss_mode": loss_mode(method),
-        f"{LOSS}.use_policy_gradient": True,
-        f"{LOSS}.use_task_rewards": False,
-        f"{LOSS}.policy_loss_mode": "vanilla",
-        f"{LOSS}.loss_max_clamp": None,
-        f"{LOSS}.clip_ratio": objective.clip,
-        f"{LOSS}.clip_ratio_low": objective.clip,
-        f"{LOSS}.clip_ratio_high": objective.clip,
-        f"+{LOSS}.clip_ratio_c": dual_clip(objective),
+        **{f"{'+' if name in ADDED else ''}{LOSS}.{name}": value for name, (value, _) in loss_settings(objective).items()},
         **{f"+{LOSS}.iwopd.{name}": value for name, value in _table(method, steps).items()},
         "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
         "actor_rollout_ref.actor.use_kl_loss": objective.needs_reference,  # only so that verl scores the reference
         "actor_rollout_ref.actor.kl_loss_coef": 0.0,
         "actor_rollout_ref.rollout.calculate_log_probs": True,
-        "algorithm.rollout_correction.rollout_is": "token",
-        "algorithm.rollout_correction.rollout_is_threshold": objective.correction_threshold,
+        **{f"{CORRECTION}.{name}": value for name, (value, _) in correction_settings(objective).items()},
         "trainer.v1.trainer_mode": TRAINER,
     }
     return [f"{name}={literal(value)}" for name, value in settings.items()]
+
+
+def loss_settings(objective: Carried) -> dict[str, tuple[Any, str]]:
+    """Settings of the loss under which verl computes the objective, each with the reason."""
+    wanted: dict[str, tuple[Any, str]] = {
+        "use_policy_gradient": (True, "the advantages go through the clipped policy loss"),
+        "use_task_rewards": (False, "the teacher is the only reward"),
+        "policy_loss_mode": ("vanilla", "the clipped policy loss is the method's"),
+        "loss_max_clamp": (None, "it would cut weighted advantages off"),
+    }
+    if isinstance(objective, Divergence):
+        return wanted | {
+            "use_policy_gradient": (False, "a divergence is differentiated: as an advantage it has no expected gradient"),
+            "loss_max_clamp": (None, "it would cut weighted divergences off"),
+            "log_prob_min_clamp": (None, "it would raise small probabilities"),
+            "topk": (objective.k, "it is method.k"),
+            "use_chunked_topk": (False, "it rounds the student's log-probs, and the rest is what they leave of 1"),
+        }
+    clips = dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), (objective.clip, "it is method.clip"))
+    return wanted | clips | {"clip_ratio_c": (dual_clip(objective), "it is method.dual_clip")}
+
+
+def correction_settings(objective: Carried) -> dict[str, tuple[Any, str]]:
+    """The same of verl's rollout correction."""
+    if isinstance(objective, Divergence):
+        return {"rollout_is": (None, "a divergence has no ratio to correct")}
+    return {
+        "rollout_is": ("token", "the rollout correction is per token"),
+        "rollout_is_threshold": (objective.correction_threshold, "it is method.correction_threshold"),
+    }
 
 
 def check_version() -> None:

@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 from iwopd.cluster.verl.errors import VerlError
-from iwopd.cluster.verl.params import LOSS, presets
+from iwopd.cluster.verl.params import FORWARD_KL, LOSS, presets
 
 _registered: dict[str, Any] = {}
 """Our losses by name, as verl's registry of this process got them."""
@@ -20,7 +20,7 @@ def register() -> None:
 
     for name in presets():
         if name not in _registered:
-            settings = DistillationLossSettings(names=[name], use_estimator=True)
+            settings = DistillationLossSettings(names=[name], use_topk=name == FORWARD_KL, use_estimator=name != FORWARD_KL)
             _registered[name] = register_distillation_loss(settings)(make_loss(name))
 
 

@@ -16,12 +16,13 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 
 from iwopd.cluster.verl.hook import before_the_split
-from iwopd.cluster.verl.losses import settings_of
+from iwopd.cluster.verl.losses import batch_columns, settings_of
 from iwopd.cluster.verl.params import TRAINER
 from iwopd.cluster.verl.watch import Watch, rollout_actors
 from iwopd.train.scoring import training_progress
 
-COLUMNS = ("prompts", "responses", "response_mask", "old_log_probs", "rollout_log_probs", "teacher_logprobs", "ref_log_prob")
+COLUMNS = ("prompts", "responses", "rollout_log_probs")
+"""Read of every batch beside the objective's evidence."""
 
 
 @register_trainer(TRAINER)
@@ -37,14 +38,15 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(COLUMNS))
         settings = self.iwopd_settings
+        fields = [*COLUMNS, *batch_columns(settings.objective)]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         progress = training_progress(self.global_steps, settings.steps or self.total_training_steps)
         columns, numbers = before_the_split(data, settings, progress)
         metrics.update(numbers)
         if columns:
-            fields = TensorDict(columns, batch_size=len(batch))
-            batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+            new = TensorDict(columns, batch_size=len(batch))
+            batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=new)
         return batch
 
 
