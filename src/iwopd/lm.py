@@ -28,7 +28,7 @@ from iwopd.devices import upload
 from iwopd.lean_model import LeanModel, has_adapters, lean_obstacle
 from iwopd.modes import eval_mode, train_mode
 from iwopd.own_head import at_temperature, chunk_rows, output_states, own_logits, own_logprobs, picked_logprobs, plain_logprobs
-from iwopd.packing import enable_packing, packed_inputs
+from iwopd.packing import enable_packing, micro_batches, packed_batches, packed_inputs, padding_waste
 from iwopd.types import Rollout, TokenBatch
 
 TOLERANCE = 1e-3
@@ -362,45 +362,3 @@ def _at(states: Tensor, places: Tensor) -> Tensor:
 def spread(items: Tensor, most: int) -> Tensor:
     """All items, or half of `most` from the beginning and half from the end: far positions are looked at, too."""
     return items if len(items) <= most else torch.cat([items[: most // 2], items[len(items) - most // 2 :]])
-
-
-def _longest_first(lengths: Sequence[int], budget: int) -> list[int]:
-    if budget < 1:
-        raise ValueError(f"the token budget must be at least 1, got {budget}")
-    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
-
-
-def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> list[list[int]]:
-    """Deal rows to micro-batches of at most `budget` padded tokens (or one row), longest first, of similar lengths.
-
-    A row joins a micro-batch only if it is at least `fill` as long as its longest, which bounds the padding.
-    """
-    batches: list[list[int]] = []
-    longest = 0
-    for row in _longest_first(lengths, budget):
-        current = batches[-1] if batches else []
-        if current and (len(current) + 1) * longest <= budget and lengths[row] >= fill * longest:
-            current.append(row)
-        else:
-            batches.append([row])
-            longest = lengths[row]
-    return batches
-
-
-def packed_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Deal rows to micro-batches of at most `budget` tokens (or one row), longest first: like lengths are neighbours."""
-    batches: list[list[int]] = []
-    room = 0
-    for row in _longest_first(lengths, budget):
-        if not batches or lengths[row] > room:
-            batches.append([])
-            room = budget
-        batches[-1].append(row)
-        room -= lengths[row]
-    return batches
-
-
-def padding_waste(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
-    """Share of the padded tokens that are padding."""
-    padded = sum(len(rows) * max(lengths[row] for row in rows) for rows in batches)
-    return 1.0 - sum(lengths) / padded if padded else 0.0

@@ -1,4 +1,4 @@
-"""Several sequences packed into a single row, without padding.
+"""Several sequences packed into a single row, without padding; and how rows are dealt to micro-batches, packed or padded.
 
 A packed row [1, N] needs positions that restart with every sequence, and an attention that respects the boundaries. They are
 passed under transformers' names for FlashAttention's kernels (`cu_seq_lens_q`, ...). A model loaded with FlashAttention uses
@@ -170,3 +170,45 @@ def _tried_out(model: Any, vocab_size: int | None) -> str | None:
     if difference <= (TOLERANCE_HALF if half else TOLERANCE):
         return None
     return f"its hidden states differ by {difference:.2g} when sequences are packed"
+
+
+def _longest_first(lengths: Sequence[int], budget: int) -> list[int]:
+    if budget < 1:
+        raise ValueError(f"the token budget must be at least 1, got {budget}")
+    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
+
+
+def micro_batches(lengths: Sequence[int], budget: int, fill: float = 0.7) -> list[list[int]]:
+    """Deal rows to micro-batches of at most `budget` padded tokens (or one row), longest first, of similar lengths.
+
+    A row joins a micro-batch only if it is at least `fill` as long as its longest, which bounds the padding.
+    """
+    batches: list[list[int]] = []
+    longest = 0
+    for row in _longest_first(lengths, budget):
+        current = batches[-1] if batches else []
+        if current and (len(current) + 1) * longest <= budget and lengths[row] >= fill * longest:
+            current.append(row)
+        else:
+            batches.append([row])
+            longest = lengths[row]
+    return batches
+
+
+def packed_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Deal rows to micro-batches of at most `budget` tokens (or one row), longest first: like lengths are neighbours."""
+    batches: list[list[int]] = []
+    room = 0
+    for row in _longest_first(lengths, budget):
+        if not batches or lengths[row] > room:
+            batches.append([])
+            room = budget
+        batches[-1].append(row)
+        room -= lengths[row]
+    return batches
+
+
+def padding_waste(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
+    """Share of the padded tokens that are padding."""
+    padded = sum(len(rows) * max(lengths[row] for row in rows) for rows in batches)
+    return 1.0 - sum(lengths) / padded if padded else 0.0

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from iwopd import lm as lm_module
 from iwopd import own_head, packing
-from iwopd.lm import ResponseModel, Sequences, micro_batches, padding_waste
+from iwopd.lm import ResponseModel, Sequences
+from iwopd.packing import micro_batches, padding_waste
 from iwopd.teacher.local import LocalScorer
 from iwopd.types import Prompt, Rollout
 from models import make_model

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
 
-from iwopd.lm import ResponseModel, Sequences, packed_batches
-from iwopd.packing import ATTENTION, PackingError, attend, enable_packing, packed_inputs
+from iwopd.lm import ResponseModel, Sequences
+from iwopd.packing import ATTENTION, PackingError, attend, enable_packing, packed_batches, packed_inputs
 from models import COMMON, make_model
 
 LENGTHS = [7, 5, 5, 1, 12]
