@@ -16,8 +16,7 @@ import torch
 from iwopd.algo.gradients import dot
 from iwopd.config import Config
 from iwopd.train.assembly import assemble
-from iwopd.train.pipeline import write_step
-from iwopd.train.scoring import loss_columns, score_step
+from iwopd.train.scoring import loss_columns, score_step, write_rollouts
 
 
 class GradientNoise(NamedTuple):
@@ -42,18 +41,7 @@ def gradient_noise(config: Config, batches: int, advance: Callable[[int], None] 
     with assemble(config, lambda _: None) as parts:
         total, squares = None, 0.0
         for step in range(1, batches + 1):
-            parts.before_writing()
-            written = write_step(
-                parts.order.batch(step),
-                parts.sampler,
-                parts.teacher_scorer,
-                parts.ranks,
-                seed=config.seed,
-                step=step,
-                samples=config.rollout.samples,
-                wanted=parts.teacher_wanted,
-            )
-            scored = score_step(config, parts, written, step)
+            scored = score_step(config, parts, write_rollouts(config, parts, step), step)
             columns = loss_columns(parts.objective, scored.batch, scored.evidence)
             found = [one.double() for one in parts.learner.gradient(scored.batch, columns)]
             squares += dot(found, found)

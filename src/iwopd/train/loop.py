@@ -15,8 +15,7 @@ from iwopd.train.interrupts import interrupts
 from iwopd.train.kept import dump_skipped
 from iwopd.train.metrics import Clock, step_metrics
 from iwopd.train.mismatch import check_engine, mismatch_metrics
-from iwopd.train.pipeline import write_step
-from iwopd.train.scoring import loss_columns, score_step
+from iwopd.train.scoring import loss_columns, score_step, write_rollouts
 from iwopd.train.state import TrainingState, TrainingStoppedError
 from iwopd.train.tracking import Tracker
 from iwopd.types import StepStats
@@ -60,19 +59,7 @@ def train(
 def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> StepStats:
     """One step: write, score, weigh, update."""
     clock, objective = Clock(), parts.objective
-    parts.before_writing()
-    written = write_step(
-        parts.order.batch(step),
-        parts.sampler,
-        parts.teacher_scorer,
-        parts.ranks,
-        seed=config.seed,
-        step=step,
-        samples=config.rollout.samples,
-        score_early=parts.score_early,
-        wanted=parts.teacher_wanted,
-        checking=parts.rewards.begin() if parts.rewards else None,
-    )
+    written = write_rollouts(config, parts, step)
     clock.lap("rollout")
     scored = score_step(config, parts, written, step)
     mismatch = {} if parts.engine.exact else mismatch_metrics(config, parts, scored.batch, step)

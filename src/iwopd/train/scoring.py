@@ -1,4 +1,4 @@
-"""From the rollouts of a step to evidence: old, teacher and reference log-probs, as one batch."""
+"""The rollouts of a step, and evidence made of them: old, teacher and reference log-probs, as one batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from iwopd.teacher.scorer import OutputMatrix
 from iwopd.train.assembly import Parts
 from iwopd.train.learner import ForwardPass
 from iwopd.train.micro_batch import STATES
-from iwopd.train.pipeline import Written, look
+from iwopd.train.pipeline import Written, look, write_step
 from iwopd.train.reward import StepRewards
 from iwopd.train.state import TrainingStoppedError
 from iwopd.types import Rollout, ScoredRollout, TokenBatch, number_prompts
@@ -36,6 +36,23 @@ class ScoredStep:
     """Teacher log-probs of -inf."""
     rewards: StepRewards | None
     """What the checker said, if there is one; it is part of the evidence."""
+
+
+def write_rollouts(config: Config, parts: Parts, step: int) -> Written:
+    """The rollouts of a step; teacher and checker may be at work on them already."""
+    parts.before_writing()
+    return write_step(
+        parts.order.batch(step),
+        parts.sampler,
+        parts.teacher_scorer,
+        parts.ranks,
+        seed=config.seed,
+        step=step,
+        samples=config.rollout.samples,
+        score_early=parts.score_early,
+        wanted=parts.teacher_wanted,
+        checking=parts.rewards.begin() if parts.rewards else None,
+    )
 
 
 def score_step(config: Config, parts: Parts, written: Written, step: int) -> ScoredStep:
