@@ -52,8 +52,10 @@ def teacher_entropy_gate(teacher_entropy: Tensor, *, tau: float = 0.8, base: flo
     supervised=POSITIVE,
 )
 def tip(mask: Tensor, student_entropy: Tensor, kl: Tensor, *, ratio: float = 0.5, k: int = 0) -> Tensor:
-    """Only tokens where the student is unsure or the two disagree (a soft "or"). Of equal ones the earlier are taken."""
-    del k  # it says how `kl` was made
+    """Only tokens where the student is unsure or the two disagree (a soft "or"). Of equal ones the earlier are taken.
+
+    `k` says over which ids `kl` was taken (`Objective.kl_k`).
+    """
     unsure, apart = _from_zero_to_one(student_entropy, mask, OUTLIERS), _from_zero_to_one(kl, mask)
     score = torch.where(mask, unsure + apart - unsure * apart, -1.0)
     order = score.argsort(dim=-1, descending=True, stable=True)

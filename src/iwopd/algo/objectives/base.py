@@ -189,7 +189,7 @@ class Objective(ABC):
 
     def _k_of(self, name: str) -> int:
         found = {
-            f"{formula.kind} {formula.name!r}": int({**formula.params, **params}.get("k", 0))
+            f"{formula.kind} {formula.name!r}": int({**formula.params, **params}.get("k") or 0)
             for formula, params in self.formulas
             if name in formula.needs
         }
