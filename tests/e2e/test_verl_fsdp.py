@@ -153,8 +153,10 @@ def run_verl(folder: Path, configs: dict[str, Config], steps: list[list[Rollout]
         ]
         for rollouts in steps
     ]
+    # No teacher is started here, but verl knows by the engine's name which one can send its likeliest ids.
+    engine = "distillation.teacher_models.teacher_model.inference.name=vllm"
     overrides = {
-        name: [*translate(config, places(config, folder / "run")), *verl_testing.overrides(config)]
+        name: [*translate(config, places(config, folder / "run")), *verl_testing.overrides(config), engine]
         for name, config in configs.items()
     }
     (folder / "job.json").write_text(json.dumps({"methods": overrides, "steps": given}))

@@ -83,6 +83,7 @@ def by_verl(method: Method, student: Tensor, teacher: Tensor, tokens: int, *, ow
     from verl.trainer.distillation.losses import distillation_ppo_loss
 
     from iwopd.cluster.verl.hook import before_the_split
+    from iwopd.cluster.verl.losses import batch_columns
     from iwopd.cluster.verl.params import Settings
     from verl_support import loss_settings, method_config, micro_batches, scores, verl_batch, verl_config
 
@@ -95,7 +96,9 @@ def by_verl(method: Method, student: Tensor, teacher: Tensor, tokens: int, *, ow
     else:
         actor, distillation = loss_settings(method_config(method))
         assert distillation.distillation_loss.loss_settings.use_topk
-        columns, metrics = before_the_split(data, Settings(method), PROGRESS)
+        read = data.select("prompts", "responses", *batch_columns(Settings(method).objective))  # as our trainer does
+        assert "teacher_logprobs" not in read  # k of them a token, for nothing
+        columns, metrics = before_the_split(read, Settings(method), PROGRESS)
         assert not any("gap" in name or "kl" in name for name in metrics)  # nobody knows it
         data.update(columns)
     student = student.clone().requires_grad_()

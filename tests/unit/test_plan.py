@@ -271,7 +271,7 @@ def test_a_gpu_of_ones_own() -> None:
 
 def test_objectives_that_verl_cannot_carry_are_planned_for_one_gpu() -> None:
     whole = workload(method={"objective": "divergence"})
-    with pytest.raises(PlanError, match=r"method.divergence is 'reverse-kl': verl makes no other.*plan for one GPU"):
+    with pytest.raises(PlanError, match=r"method.divergence is 'reverse-kl': verl makes the forward KL.*plan for one GPU"):
         make_plan(whole, GPUS["h100"], 1, 8)
     carried = workload(method={"objective": "divergence", "divergence": "forward-kl", "support": "top-k"})
     assert make_plan(carried, GPUS["h100"], 1, 8).layout.trainer == "verl"
