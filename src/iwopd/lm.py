@@ -225,7 +225,7 @@ class ResponseModel:
             return self.head_scores(self.token_hidden(sequences), ids, wanted, chosen).map(lambda values: values.to(ids.device))
         logits, step = self.own_logits(sequences), chunk_rows(self.model)
         parts = []
-        for rows in (slice(start, start + step) for start in range(0, len(ids), step)):
+        for rows in (slice(start, start + step) for start in range(0, max(1, len(ids)), step)):  # once for no tokens, too
             given = None if chosen is None else chosen[rows]
             parts.append(algo.scores_of_logits(logits(rows).clone(), ids[rows], wanted, given))
         return algo.joined_scores(parts)

@@ -150,6 +150,7 @@ def run_verl(folder: Path, configs: dict[str, Config], steps: list[list[Rollout]
                 "top_logprobs": scores.top_logprobs.tolist(),
             }
             for rollout, scores in zip(rollouts, teacher.look(rollouts, Wanted(top_k=LIKELIEST)), strict=True)
+            if scores.top_ids is not None and scores.top_logprobs is not None
         ]
         for rollouts in steps
     ]

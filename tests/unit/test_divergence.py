@@ -170,6 +170,13 @@ def test_what_it_says_of_itself() -> None:
             {"method": {"support": "top-k", "support_of": "union"}, "teacher": {"urls": ["http://gpu1:8000"]}},
             "not log-probs of ids that the student chose. Serve the teacher with `iwopd serve-teacher`",
         ),
+        (
+            {
+                "method": {"support": "top-k", "support_of": "student", "k": 1025},
+                "teacher": {"urls": ["http://gpu1:8000"], "dialect": "iwopd"},
+            },
+            "asks for 1025 ids of a token, and teacher servers give at most 1024",
+        ),
         ({"teacher": {"others": {"code": {"model": "x"}}}}, "leave teacher.others out"),
     ],
 )

@@ -25,6 +25,10 @@ GIVES: dict[DialectName, frozenset[str]] = {
 }
 
 
+MOST_IDS = 2**10
+"""Ids of one token that `iwopd serve-teacher` says something of, at most."""
+
+
 def in_words(names: Set[str]) -> str:
     return ", ".join(WORDS[name] for name in WORDS if name in names)
 

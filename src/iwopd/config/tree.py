@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from iwopd.config.cluster import Cluster
-from iwopd.config.distributions import in_words
+from iwopd.config.distributions import MOST_IDS, in_words
 from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
 from iwopd.config.inputs import Data, Lora, Models
 from iwopd.config.method import Method
@@ -82,6 +82,12 @@ class Config(Section):
         wanted = made.asks.teacher
         if (words := self.teacher.cannot_give(wanted.names)) is not None:
             raise ValueError(f"the method ({made.who}) needs {in_words(wanted.names)} of the teacher. {words}")
+        most = max(made.asks.student.top_k if wanted.chosen else 0, wanted.top_k)
+        if self.teacher.has_servers and most > MOST_IDS:
+            raise ValueError(
+                f"the method ({made.who}) asks for {most} ids of a token, and teacher servers give at most {MOST_IDS}: lower "
+                "k, or use a local teacher"
+            )
         if wanted.states and self.teacher.others:
             raise ValueError(
                 f"the method ({made.who}) needs the teacher's whole distributions, and several teachers have several output "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from iwopd.algo.views import NO_ID, TokenScores, Wanted, joined_scores
+from iwopd.config.distributions import MOST_IDS
 from iwopd.http_clients import GarbledError
 from iwopd.teacher import wire
 from iwopd.teacher.questions import TokenSequence
@@ -66,7 +67,7 @@ def answer_matrix(request: Any, name: str, model: ServingModel) -> bytes:
 
 def _wanted(tensors: dict[str, Tensor], about: dict[str, Any], model: ServingModel) -> Wanted:
     entropy, top_k, states = about.get("entropy", False), about.get("top_k", 0), about.get("states", False)
-    most = min(wire.MOST_IDS, model.vocab_size)
+    most = min(MOST_IDS, model.vocab_size)
     if type(top_k) is not int or not 0 <= top_k <= most:
         raise RefusalError(400, f"top_k is {top_k!r}; this server gives up to {most} likeliest ids")
     if type(entropy) is not bool or type(states) is not bool:
@@ -74,8 +75,8 @@ def _wanted(tensors: dict[str, Tensor], about: dict[str, Any], model: ServingMod
     if states and not model.scorer.lm.fused:
         raise RefusalError(422, NOT_THE_MATRIX)
     chosen = tensors.get("chosen")
-    if chosen is not None and (chosen.dim() != 2 or not 1 <= chosen.shape[1] <= wire.MOST_IDS):
-        raise RefusalError(400, f"chosen ids have shape {list(chosen.shape)}; up to {wire.MOST_IDS} are taken for each token")
+    if chosen is not None and (chosen.dim() != 2 or not 1 <= chosen.shape[1] <= MOST_IDS):
+        raise RefusalError(400, f"chosen ids have shape {list(chosen.shape)}; up to {MOST_IDS} are taken for each token")
     return Wanted(entropy, top_k, chosen is not None, states)
 
 

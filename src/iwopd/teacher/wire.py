@@ -25,8 +25,6 @@ from iwopd.algo.views import Wanted
 from iwopd.http_clients import GarbledError
 
 SCORES, MATRIX = "/v1/iwopd/scores", "/v1/iwopd/matrix"
-MOST_IDS = 2**10
-"""Likeliest or chosen ids of one token."""
 MOST_ANSWER = 2**30
 """Bytes of one answer."""
 BLOCK = 2**24
