@@ -19,7 +19,7 @@ T, V = 1536, 151_936
 weight = torch.empty(V, hidden_size).normal_(std=0.02).requires_grad_(train_weight)
 hidden = torch.empty(T, hidden_size).normal_().requires_grad_()
 targets = torch.randint(0, V, (T,))
-teacher = torch.empty(T, hidden_size).normal_() if "kl" in method else None
+teacher = torch.empty(T, hidden_size).normal_() if method in ("kl", "divergence") else None
 torch.mm(torch.ones(64, 64), torch.ones(64, 64))
 base = peak()
 if method == "naive":
@@ -33,6 +33,15 @@ elif method == "kl":
 elif method == "fused":
     zeros, mask = torch.zeros(T), torch.ones(T, dtype=torch.bool)
     out = algo.fused_policy_loss(hidden, weight, targets, zeros - 12, zeros + 1, mask, denominator=T).loss
+elif method == "divergence":
+    weights, mask = torch.ones(T), torch.ones(T, dtype=torch.bool)
+    kind = algo.DivergenceKind("jsd")
+    out = algo.fused_divergence_loss(hidden, weight, teacher, weight, weights, mask, kind=kind, denominator=T).loss
+elif method == "top-k":
+    weights, mask = torch.ones(T), torch.ones(T, dtype=torch.bool)
+    ids, rest, kind = torch.arange(64).expand(T, 64), torch.full((T,), -1.0), algo.DivergenceKind("jsd")
+    given = (ids, torch.full((T, 64), -5.0), rest, weights, mask)
+    out = algo.fused_top_k_loss(hidden, weight, *given, kind=kind, denominator=T).loss
 out.sum().backward()
 returned = sum(t.grad.numel() * 4 for t in (weight, hidden) if t.grad is not None)
 print(json.dumps((peak() - base) / 1024 - returned / 2**20))
@@ -52,6 +61,6 @@ def test_memory_is_a_twentieth_of_naive_at_a_real_vocabulary(hidden_size: int) -
     """T 1536, V 151,936, forward and backward; whatever the hidden size is, and with a frozen output matrix too."""
     naive = extra_memory("naive", hidden_size, "train")
     assert naive > 1500  # two to three [T, V] tensors of 890 MB, else the comparison is void
-    for method in ("ours", "fused", "entropy", "kl"):
+    for method in ("ours", "fused", "entropy", "kl", "divergence", "top-k"):
         assert extra_memory(method, hidden_size, "train") < naive / 20, method
     assert extra_memory("ours", hidden_size, "frozen") < extra_memory("naive", hidden_size, "frozen") / 20

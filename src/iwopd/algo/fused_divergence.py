@@ -120,7 +120,8 @@ class _RowDivergence(Protocol):
     """`FullDivergence` or `TopKDivergence`."""
 
     @property
-    def spare(self) -> int: ...
+    def spare(self) -> int:
+        """[R, V] buffers for a teacher's logits."""
 
     def value_and_gradient(self, chunk: Chunk, upstream: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -164,7 +165,8 @@ class _Task:
     def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> Passed:
         gradients = HeadGradients.allocate(hidden, weight, bias, needs)
         values = torch.empty_like(self.upstream)
-        for chunk in row_chunks(self.head, hidden, self.index, spare=self.function.spare):
+        spare = self.function.spare
+        for chunk in row_chunks(self.head, hidden, self.index, spare, two_heads=spare > 0):
             values[chunk.rows], dlogits = self.function.value_and_gradient(chunk, self.upstream[chunk.rows, None])
             if gradients.any:
                 gradients.add(self.head, chunk, dlogits)
