@@ -146,8 +146,8 @@ def run_verl(folder: Path, configs: dict[str, Config], steps: list[list[Rollout]
                 "response": rollout.response_ids.tolist(),
                 "rollout_logprobs": rollout.rollout_logprobs.tolist(),
                 "teacher_logprobs": scores.logprobs[:, None].tolist(),
-                "top_ids": scores.top_ids.tolist(),
-                "top_logprobs": scores.top_logprobs.tolist(),
+                "top_ids": _list(scores.top_ids),
+                "top_logprobs": _list(scores.top_logprobs),
             }
             for rollout, scores in zip(rollouts, teacher.look(rollouts, Wanted(top_k=LIKELIEST)), strict=True)
             if scores.top_ids is not None and scores.top_logprobs is not None
@@ -182,6 +182,11 @@ def run_verl(folder: Path, configs: dict[str, Config], steps: list[list[Rollout]
             process.kill()
     logs = "\n".join((folder / f"rank{rank}.log").read_text()[-4000:] for rank in range(RANKS))
     assert codes == [0] * RANKS, logs
+
+
+def _list(values: Tensor | None) -> list[Any]:
+    assert values is not None
+    return values.tolist()
 
 
 def load(folder: Any) -> Any:

@@ -97,7 +97,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--engine", "verl", "--dry-run", "--gpus-per-node", "7", "--cluster.teacher-gpus", "2"], "64 rollouts"),
     (["--engine", "verl", "--dry-run", "--ray-address", "http://head:8265"], "ray job submit --address http://head:8265"),
     (["--engine", "verl", "--dry-run", "--cluster.overrides", "['trainer.resume_mode=auto']"], "which the recipe decides"),
-    (["--engine", "verl", "--dry-run", "--method.weights", "tip"], "weights 'tip') needs kl, and verl's distillation knows"),
+    (["--engine", "verl", "--dry-run", "--method.advantage", "baseline"], "needs kl, and verl's distillation knows only"),
     (["--dry-run"], "--dry-run goes with --engine verl"),
     (["--nodes", "2"], "--nodes goes with --engine verl"),
     (["--engine", "verl", "--dry-run", "--cluster.teacher_gpu", "2"], "did you mean 'cluster.teacher_gpus'?"),
