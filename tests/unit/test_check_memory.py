@@ -12,6 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForC
 from iwopd.algo.objectives import make_objective
 from iwopd.analysis.probe.scoring import score_tokens
 from iwopd.lm import HeadCheck, ResponseModel, Sequences
+from iwopd.teacher.questions import TokenSequence
 from iwopd.teacher.serving_model import ServingModel
 from iwopd.train.doctor import head_findings, own_logprobs
 from iwopd.types import Prompt, Rollout
@@ -121,7 +122,7 @@ def test_a_teacher_that_draws_one_more_token() -> None:
     serving = ServingModel(model, vocab_size=VOCAB, max_length=4096)
     ids = [*long_rollout().prompt.token_ids, *long_rollout().response_ids.tolist()]
     with Largest() as largest:
-        drawn = serving._draw(ids)
+        drawn = serving._draw(TokenSequence(tuple(ids), 1))
     assert largest.elements <= MOST
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([ids]), logits_to_keep=1).logits[0, -1].log_softmax(-1)
