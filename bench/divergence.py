@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from logprobs import peak_mb  # type: ignore[import-not-found]
+from logprobs import peak_mb
 
 METHODS = ("naive", "token_divergence", "fused", "top-k")
 KINDS = ("reverse-kl", "forward-kl", "jsd", "skew-reverse-kl", "skew-forward-kl")

@@ -104,7 +104,7 @@ def test_every_item_has_a_section(runs: Runs) -> None:
     for item in ITEMS.values():
         for place, variant in enumerate(item.variants):
             write_run(runs, variant, 0.3 + 0.02 * place)
-    assert list(ITEMS) == [*(f"p{number}" for number in range(1, 11)), "own", "objectives"]
+    assert list(ITEMS) == [*(f"p{number}" for number in range(1, 11)), "own", "objectives", "divergences"]
     for lineage in runs.lineages:
         runs.noise_file(lineage).write_text(json.dumps({one.title: [2.0, 1.0, 16] for one in ITEMS["objectives"].noise_of}))
     for item in ITEMS.values():

@@ -1,8 +1,9 @@
 """Redraw the paper's figures and tables on the embedded world: P1 to P10 of the method's list (p1 first or last 30 %, p2
 hand-off, p3 IW-OPD against OPD with controls, p4 size ratio, p5 KL during training, p6 likelihood of prefixes, p7 ideal
 weights, p8 ablations, p9 ExOPD, p10 stronger and weaker teacher), or all of them; `own`, the survival weights of ours
-against OPD and IW-OPD at several learning rates; and `objectives`, divergences of whole distributions against the sampled
-token, with and without survival weights, at three learning rates each, and the noise of their gradients.
+against OPD and IW-OPD at several learning rates; `objectives`, the reverse KL of whole distributions against the sampled
+token, with and without survival weights, at three learning rates each, and the noise of their gradients; and `divergences`,
+the reverse KL against forward KL, Jensen-Shannon, and the four likeliest ids.
 
 Runs are named by the hash of their settings, made a few at a time, kept, and resumed after an interruption: a second call
 only reads. Differences are paired by lineage, seed and problem, with 95 % intervals over runs and problems.
@@ -18,9 +19,11 @@ HELP = "redraw the paper's figures and tables on the embedded world"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("items", nargs="+", metavar="ITEM", help="p1 ... p10, all (of these), own, or objectives")
-    parser.add_argument("--seeds", type=int, help="distillation seeds (default: 3; of objectives 1)")
-    parser.add_argument("--lineages", type=int, help="lineages of teacher and student (default: 2; of objectives 4)")
+    parser.add_argument("items", nargs="+", metavar="ITEM", help="p1 ... p10, all (of these), own, objectives, or divergences")
+    parser.add_argument("--seeds", type=int, help="distillation seeds (default: 3; of the last two items 1)")
+    parser.add_argument(
+        "--lineages", type=int, help="lineages of teacher and student (default: 2; of the last two items 4)"
+    )
     parser.add_argument("--first-seed", type=int, default=0, help="number of the first seed")
     parser.add_argument("--first-lineage", type=int, default=0, help="number of the first lineage")
     parser.add_argument("--world", default="clean", help="embedded world: clean or drift")

@@ -15,11 +15,14 @@ from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import ItemSection, Table, established, in_words, p, show, signed
 from iwopd.analysis.reproduce.variants import (
     ABLATIONS,
+    DIVERGENCES,
     EXOPD,
     IDEAL,
     IW_EXOPD,
     IW_MEAN_ONE,
     IW_OPD,
+    KL,
+    KL_SURVIVAL,
     OBJECTIVES,
     OPD,
     OPD_FASTER,
@@ -49,6 +52,7 @@ PAPER = {
     "p10": "Tab. 1-2: under OPD the stronger teacher is behind at step 10 and ahead at the end; IW-OPD removes the deficit",
     "own": "not in the paper: weights that fall with the nats already lost, not with their share",
     "objectives": "not in the paper: whole distributions instead of the sampled token, under the same weights",
+    "divergences": "not in the paper: other divergences, and the likeliest ids only",
 }
 """What the paper shows, and where."""
 Probes = Mapping[int, Probe]
@@ -279,7 +283,7 @@ def _own(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     "objectives",
     "objectives under the same weights, each at several learning rates",
     *(faster(variant, rate) for rate in objectives.RATES for variant in OBJECTIVES),
-    noise_of=OBJECTIVES,
+    noise_of=(OPD, method("baseline"), KL, SURVIVAL, KL_SURVIVAL),
     lineages=4,
     seeds=1,
 )
@@ -287,5 +291,18 @@ def _objectives(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     steps = _steps(runs)
     table, numbers = objectives.rates_table(runs, OBJECTIVES, steps)
     noise, ratios = objectives.noise_table(runs.noises(item.noise_of))
-    words = objectives.comparisons(runs, OBJECTIVES, steps)
+    words = objectives.registered(runs, steps) + objectives.at_their_best(runs, OBJECTIVES, steps[-1])
     return item.make([table, noise], words, accuracy=numbers, noise=ratios)
+
+
+@_item(
+    "divergences",
+    "divergences, each at several learning rates",
+    *(faster(variant, rate) for rate in objectives.RATES for variant in DIVERGENCES),
+    lineages=4,
+    seeds=1,
+)
+def _divergences(item: Item, runs: Runs, probes: Probes) -> ItemSection:
+    steps = _steps(runs)
+    table, numbers = objectives.rates_table(runs, DIVERGENCES, steps)
+    return item.make([table], objectives.at_their_best(runs, DIVERGENCES, steps[-1]), accuracy=numbers)

@@ -40,22 +40,26 @@ def best(runs: Runs, variant: Variant, step: int) -> Variant:
     return max((faster(variant, rate) for rate in RATES), key=lambda one: runs.accuracy(one, step).mean)
 
 
-def comparisons(runs: Runs, variants: Sequence[Variant], steps: Sequence[int]) -> list[str]:
-    """The registered comparisons first, then every objective against OPD: at the same rate, and each at its best."""
+def registered(runs: Runs, steps: Sequence[int]) -> list[str]:
+    """The comparisons that were registered: whole distributions against the sampled token, at the same learning rate."""
+    pairs = ((KL, OPD), (KL_SURVIVAL, SURVIVAL))
+    return [
+        in_words(f"{ours.title} minus {theirs.title} at step {step}, same learning rate", runs.effect(ours, theirs, step))
+        for ours, theirs in pairs
+        for step in steps
+    ]
+
+
+def at_their_best(runs: Runs, variants: Sequence[Variant], step: int) -> list[str]:
+    """Every objective against the first one, each at its best learning rate."""
+    base = best(runs, variants[0], step)
     words = []
-    for ours, theirs in ((KL, OPD), (KL_SURVIVAL, SURVIVAL)):
-        for step in steps:
-            same = runs.effect(ours, theirs, step)
-            words.append(in_words(f"{ours.title} minus {theirs.title} at step {step}, same learning rate", same))
-    last = steps[-1]
-    opd = best(runs, OPD, last)
-    for variant in variants:
-        if variant is not OPD:
-            ours = best(runs, variant, last)
-            effect = runs.effect(ours, opd, last)
-            words.append(in_words(f"Each at its best learning rate for step {last}, {ours.title} minus {opd.title}", effect))
+    for variant in variants[1:]:
+        ours = best(runs, variant, step)
+        effect = runs.effect(ours, base, step)
+        words.append(in_words(f"Each at its best learning rate for step {step}, {ours.title} minus {base.title}", effect))
     words.append(
         f"The best of {len(RATES)} learning rates is chosen on these very runs, for every objective: a search, not a test. "
-        f"Base {show(runs.accuracy(OPD, 0))}."
+        f"Base {show(runs.accuracy(variants[0], 0))}."
     )
     return words

@@ -35,7 +35,8 @@ ABLATIONS = tuple(
 )
 EXOPD, IW_EXOPD, SURVIVAL = method("exopd"), method("iw-exopd"), method("survival")
 KL, KL_SURVIVAL = method("kl"), method("kl-survival")
-OBJECTIVES = (OPD, KL, SURVIVAL, KL_SURVIVAL, *(method(name) for name in ("forward-kl", "jsd", "top-k-kl")))
+OBJECTIVES = (OPD, KL, SURVIVAL, KL_SURVIVAL)
+DIVERGENCES = (KL, *(method(name) for name in ("forward-kl", "jsd", "top-k-kl")))
 
 
 def faster(variant: Variant, factor: float) -> Variant:
