@@ -161,7 +161,7 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
     """Everything that can be chosen, as plain values: `iwopd methods --json`. A plug-in that does not load says why."""
     from iwopd.algo import WEIGHT_RULES
     from iwopd.algo.advantages import ADVANTAGES
-    from iwopd.algo.evidence import EVIDENCE, FURTHER, TEACHER_DISTRIBUTION
+    from iwopd.algo.evidence import EVIDENCE, FOR_OBJECTIVES, FURTHER, TEACHER_DISTRIBUTION
     from iwopd.algo.objectives import OBJECTIVES
 
     def listed(registry: Mapping[str, Any], describe: Any) -> list[dict[str, Any]]:
@@ -188,5 +188,8 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
         "advantages": listed(ADVANTAGES, lambda one: one.describe()),
         "rules": listed(WEIGHT_RULES, lambda one: one.describe() | {"family": one.family}),
         "methods": [{"name": name, "title": TITLES[name], "method": section} for name, section in METHODS.items()],
-        "evidence": [{"name": name, "what": text, "beside_logprobs": name in FURTHER} for name, text in EVIDENCE.items()],
+        "evidence": [
+            {"name": name, "what": text, "beside_logprobs": name in (*FURTHER, *FOR_OBJECTIVES)}
+            for name, text in (EVIDENCE | FOR_OBJECTIVES).items()
+        ],
     }

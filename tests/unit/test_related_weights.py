@@ -113,7 +113,6 @@ def test_tip_by_hand() -> None:
     assert kept(0.5) == [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]]
     assert kept(0.3) == [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]
     assert kept(1.0) == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
-    assert kept(0.0) == [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
 
 
 def test_tip_joins_both_by_a_soft_or_and_takes_the_earlier_of_equals() -> None:
@@ -250,7 +249,7 @@ def test_batches_without_tokens(shape: tuple[int, int]) -> None:
     [
         ("teacher-entropy", {"tau": -1.0}, "tau must be finite and not negative, got -1.0"),
         ("teacher-entropy", {"boost": math.inf}, "boost must be finite"),
-        ("tip", {"ratio": 1.5}, r"ratio must lie in \[0, 1\], got 1.5"),
+        ("tip", {"ratio": 1.5}, r"ratio must lie in \(0, 1\], got 1.5"),
         ("tip", {"k": -1}, "k must not be negative, got -1"),
         ("prune", {"k": 0}, "top_overlap needs a parameter k"),
         ("prune", {"threshold": 1.5}, r"threshold must lie in \[0, 1\]"),
@@ -290,6 +289,22 @@ def test_one_kl_for_all_who_ask() -> None:
         make_objective({**both, "k": 8})
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": {"weights": "tip", "params": {"ratio": 0}}}, r"ratio must lie in \(0, 1\], got 0"),
+        ({"method": {"weights": "teacher-entropy", "params": {"base": 0, "boost": 0}}}, "base and boost are both 0"),
+        (
+            {"method": {"weights": "scope"}, "reward": {"checker": "tiny", "normalize": "none"}},
+            "compares the rollouts of a prompt, but rollout.samples is 1, so all weights would be 1",
+        ),
+    ],
+)
+def test_settings_that_would_teach_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config({"models": {"world": "clean"}, **settings})
+
+
 def test_a_rule_that_needs_verdicts_is_refused_where_nobody_judges() -> None:
     with pytest.raises(ConfigError, match=r"weights = 'scope' asks which rollouts are right.*set reward.checker"):
-        make_config({"models": {"world": "clean"}, "method": {"weights": "scope"}})
+        make_config({"models": {"world": "clean"}, "method": {"weights": "scope"}, "rollout": {"samples": 2}})

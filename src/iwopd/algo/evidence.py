@@ -47,6 +47,13 @@ TEACHER_DISTRIBUTION = "teacher_distribution"
 """An objective can also ask for the teacher's whole distributions: its loss then gets the teacher's hidden states."""
 
 
+FOR_OBJECTIVES = {
+    TEACHER_DISTRIBUTION: "the teacher's hidden states and output matrix (support 'full': a local teacher or iwopd's server)",
+    SUPPORT: "the teacher's log-probs of likely ids and of the rest (support 'top-k'; of the teacher's ids: any server)",
+}
+"""What only objectives can ask for."""
+
+
 @dataclass(frozen=True)
 class Evidence:
     """Log-probs [B, T] of the tokens of whole rollouts, right-padded, and where training stands. Nothing carries a gradient."""

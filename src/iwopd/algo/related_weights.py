@@ -38,6 +38,8 @@ def teacher_entropy_gate(teacher_entropy: Tensor, *, tau: float = 0.8, base: flo
     """
     for name, value in (("tau", tau), ("base", base), ("boost", boost)):
         _check_not_negative(name, value)
+    if not base + boost:
+        raise ValueError("base and boost are both 0, so no token would be trained on: make one of them positive")
     return base + boost * wide(teacher_entropy > tau)
 
 
@@ -56,6 +58,8 @@ def tip(mask: Tensor, student_entropy: Tensor, kl: Tensor, *, ratio: float = 0.5
 
     `k` says over which ids `kl` was taken (`Objective.kl_k`).
     """
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio must lie in (0, 1], got {ratio}: it is the share of the tokens that are trained on")
     unsure, apart = _from_zero_to_one(student_entropy, mask, OUTLIERS), _from_zero_to_one(kl, mask)
     score = torch.where(mask, unsure + apart - unsure * apart, -1.0)
     order = score.argsort(dim=-1, descending=True, stable=True)

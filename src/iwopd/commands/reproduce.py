@@ -21,9 +21,7 @@ HELP = "redraw the paper's figures and tables on the embedded world"
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("items", nargs="+", metavar="ITEM", help="p1 ... p10, all (of these), own, objectives, or divergences")
     parser.add_argument("--seeds", type=int, help="distillation seeds (default: 3; of the last two items 1)")
-    parser.add_argument(
-        "--lineages", type=int, help="lineages of teacher and student (default: 2; of the last two items 4)"
-    )
+    parser.add_argument("--lineages", type=int, help="lineages of teacher and student (default: 2; of the last two items 4)")
     parser.add_argument("--first-seed", type=int, default=0, help="number of the first seed")
     parser.add_argument("--first-lineage", type=int, default=0, help="number of the first lineage")
     parser.add_argument("--world", default="clean", help="embedded world: clean or drift")

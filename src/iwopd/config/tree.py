@@ -91,7 +91,8 @@ class Config(Section):
         if wanted.states and self.teacher.others:
             raise ValueError(
                 f"the method ({made.who}) needs the teacher's whole distributions, and several teachers have several output "
-                "matrices: leave teacher.others out, or compare distributions over likely ids only (method.support = 'top-k')"
+                "matrices: leave teacher.others out, or look at likely ids only (a divergence: method.support = 'top-k'; the "
+                "advantage 'baseline' and the rule 'tip': k above 1)"
             )
         return self
 
@@ -112,6 +113,11 @@ class Config(Section):
             raise ValueError(
                 f"{why} trains on the reward alone, and there is none (reward.checker is {reward.checker!r}, its coefficient "
                 f"{reward.coefficient:g}): set reward.checker and a positive coefficient, or method.advantage = 'opd'"
+            )
+        if "prompt" in made.needs and self.rollout.samples == 1:
+            raise ValueError(
+                f"method.weights = {self.method.weights!r} compares the rollouts of a prompt, but rollout.samples is 1, so "
+                "all weights would be 1: set rollout.samples to 2 or more, or choose other weights"
             )
         if "correct" in made.needs and reward.checker is None:
             raise ValueError(

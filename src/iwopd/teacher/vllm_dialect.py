@@ -19,7 +19,7 @@ class VllmDialect:
 
     gives = GIVES["vllm"]
     path = drawing_path = "/v1/completions"
-    limits = "vLLM gives no more likeliest ids than its --max-logprobs, which is 20: start it with as many as are asked for"
+    limits = "a vLLM server gives no more likeliest ids than its --max-logprobs (20 unless set): start it with more"
 
     def scoring(self, model: str | None, sequences: Sequence[TokenSequence], wanted: Wanted = NOTHING) -> Any:
         return {

@@ -197,7 +197,8 @@ def check_support(config: Config, vocabulary: int) -> None:
     """Refuse more likeliest ids than there are, before a model is loaded."""
     asked = config.method.made.asks
     if (most := max(asked.student.top_k, asked.teacher.top_k)) > vocabulary:
-        where = "method.k" if config.method.made.compared_ids else "k of method.params"
+        of_method = config.method.made.compared_ids or "k" in getattr(config.method.made, "advantage_params", {})
+        where = "method.k" if of_method else "method.params.k"
         raise ConfigError(f"{where} is {most}, but the vocabulary has {vocabulary} ids: choose a k of at most that")
 
 

@@ -50,7 +50,7 @@ def step_metrics(
         **{f"{objective.metrics}/{name}": value for name, value in update.stats.as_dict().items()},
         **signal_metrics(signal),
         **evidence_metrics(scored.evidence, signal.mask, objective),
-        **(scored.rewards.metrics(signal) if scored.rewards else {}),
+        **(scored.rewards.metrics(signal if objective.takes_reward else None) if scored.rewards else {}),
     }
 
 

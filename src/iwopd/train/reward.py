@@ -138,18 +138,20 @@ class StepRewards:
     seconds: float
     """That the step waited for the checker."""
 
-    def metrics(self, signal: TrainingSignal) -> dict[str, float]:
-        """Both terms of the advantage by themselves, and what they are made of."""
-        taught, added = signal.supervised, self.evidence.reward_advantages
+    def metrics(self, signal: TrainingSignal | None) -> dict[str, float]:
+        """Both terms of the advantage by themselves, and what they are made of. `signal`: of an objective with an advantage."""
         judged = self.rewards[~self.rewards.isnan()]
-        return {
+        found = {
             "reward/mean": float(judged.mean()) if len(judged) else math.nan,
             "reward/groups_used": float(differing_groups(self.rewards, self.groups).double().mean()),
             "reward/failed": self.failures.total(),
-            "reward/advantage_abs_mean": 0.0 if added is None else _abs_mean(added[taught]),
-            "distillation/advantage_abs_mean": _abs_mean(signal.advantages[taught]),
             "time/reward": self.seconds,
         }
+        if signal is not None:
+            added, taught = self.evidence.reward_advantages, signal.supervised
+            found["reward/advantage_abs_mean"] = 0.0 if added is None else _abs_mean(added[taught])
+            found["distillation/advantage_abs_mean"] = _abs_mean(signal.advantages[taught])
+        return found
 
 
 def _abs_mean(values: Tensor) -> float:

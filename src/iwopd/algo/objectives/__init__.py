@@ -90,4 +90,7 @@ def _unused(name: str, chosen: type[Objective], given: Mapping[str, Any], known:
     if not owners:
         raise UnknownSettingError(name, suggestion(name, ["objective", *known]))
     used = f"objective {chosen.name!r}" + (f" with advantage {given.get('advantage', 'opd')!r}" if "advantage" in known else "")
+    if name in chosen.conditions:
+        choice = chosen.conditions[name][0]
+        used += f" with {choice} = {given.get(choice, chosen.every_setting()[choice].default)!r}"
     return f"{name} is not used by {used}: it belongs to {' and '.join(owners)}. Leave it out, or choose that"
