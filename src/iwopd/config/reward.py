@@ -24,7 +24,10 @@ class Reward(Section):
 
     @model_validator(mode="after")
     def _somebody_judges(self) -> Self:
-        if self.checker is None and (given := sorted(self.model_fields_set - {"checker"})):
+        given = sorted(self.model_fields_set - {"checker"})
+        defaults = all(getattr(self, name) == type(self).model_fields[name].default for name in given)
+        if self.checker is None and given and not (defaults and {"coefficient", "normalize", "timeout"} <= set(given)):
+            # A tree of settings that was written out holds all defaults; a user who sets one of them wants a reward.
             raise ValueError(
                 f"reward.{given[0]} is {getattr(self, given[0])!r}, but nobody judges: set reward.checker ('math', 'exact', "
                 "'code', 'tiny' or a plug-in's), or leave the section out"
