@@ -69,6 +69,7 @@ format: setup
 
 bench: setup
 	@$(BIN)/python bench/logprobs.py
+	@$(BIN)/python bench/divergence.py
 	@$(BIN)/python bench/head_precision.py
 	@$(BIN)/python bench/rollout.py
 	@$(BIN)/python bench/step.py
