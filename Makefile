@@ -79,6 +79,7 @@ bench: setup
 	@$(BIN)/python bench/plan.py
 	@$(BIN)/python bench/wire.py
 	@$(BIN)/python bench/long.py
+	@$(BIN)/python bench/horizon.py
 
 demo: setup
 	@$(BIN)/iwopd demo

@@ -8,6 +8,9 @@ teacher 384 wide with as many layers as make its scoring take as long as the stu
 random length, 256 tokens on average, 512 at most. A step is rollouts, scores, old log-probs, signal and update. Sequential and
 overlapped steps alternate, on the same prompts. Other load on the machine makes the figures worthless: the load is printed.
 
+With horizons: the same with a fixed horizon of half of the longest answer, and with a teacher that follows the answers block by
+block (a drift horizon that stops none: what following itself costs).
+
 Exit code 1 if an overlapped step takes more than 80 % of a sequential one (median over the batches).
 """
 
@@ -123,12 +126,17 @@ class Bench:
             scored.append(time.perf_counter() - start)
         return statistics.median(written), statistics.median(scored)
 
-    def step(self, scorer: Any, prompts: list[Any], overlap: bool) -> float:
-        """Seconds of one whole step."""
+    def step(self, scorer: Any, prompts: list[Any], overlap: bool, *, limit: int | None = None, follows: bool = False) -> float:
+        """Seconds of one whole step; `limit`: of a fixed horizon, `follows`: the teacher follows the answers."""
+        from iwopd.rollout.horizons import Drift
         from iwopd.train.pipeline import write_step
+        from iwopd.train.watching import Watching
 
         start = time.perf_counter()
-        written = write_step(prompts, self.sampler, scorer, self.ranks, seed=0, step=self.number, score_early=overlap)
+        horizon: Any = {"limit": limit, "watching": Watching(Drift(threshold=1e-300), scorer.follow()) if follows else None}
+        written = write_step(
+            prompts, self.sampler, scorer, self.ranks, seed=0, step=self.number, score_early=overlap, **horizon
+        )
         rollouts = written.rollouts
         forward = self.learner.forward(rollouts)
         old = self.old_scorer.score(rollouts) if forward is None else [one.logprobs for one in forward.scores]
@@ -169,22 +177,38 @@ def main() -> None:
         if abs(teacher / rollout - 1) < 0.1:
             break
         layers = max(1, round(layers * rollout / teacher))
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    half = {"limit": options.length // 2}
+    kinds: dict[str, tuple[bool, dict[str, Any]]] = {
+        "sequential": (False, {}),
+        "overlapped": (True, {}),
+        "sequential, fixed horizon": (False, half),
+        "overlapped, fixed horizon": (True, half),
+        "followed block by block": (False, {"follows": True}),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
     with teacher_server(layers, place) as url:
-        scorer = ServerScorer(TeacherSource(urls=[url]))
+        scorer = ServerScorer(TeacherSource(urls=[url], dialect="iwopd"))
         for number in range(options.rounds + 1):
             prompts = bench.batch()
-            for overlap, times in seconds.items():
-                took = bench.step(scorer, prompts, overlap)
-                times += [took] if number else []  # the first warms up
+            for name, (overlap, horizon) in kinds.items():
+                took = bench.step(scorer, prompts, overlap, **horizon)
+                seconds[name] += [took] if number else []  # the first warms up
         rollout, teacher = bench.stages(scorer)
     print(f"stages, one after the other: rollouts {rollout:.2f} s, scores {teacher:.2f} s; load {os.getloadavg()[0]:.1f}")
     print("| step | median s | fastest s |\n| --- | --- | --- |")
-    print(_row("sequential", seconds[False]))
-    print(_row("overlapped", seconds[True]))
-    ratio = statistics.median(both / alone for alone, both in zip(*seconds.values(), strict=True))
-    print(f"overlapped / sequential, median over {options.rounds} batches: {ratio:.2f}; the bar is {BAR}")
+    for name, times in seconds.items():
+        print(_row(name, times))
+    ratio = _ratio(seconds["overlapped"], seconds["sequential"])
+    shorter = _ratio(seconds["overlapped, fixed horizon"], seconds["sequential, fixed horizon"])
+    followed = _ratio(seconds["followed block by block"], seconds["sequential"])
+    print(f"overlapped / sequential, median over {options.rounds} batches: {ratio:.2f} (the bar is {BAR})")
+    print(f"the same with a fixed horizon: {shorter:.2f}; followed / sequential: {followed:.2f}")
     sys.exit(ratio > BAR)
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median over batches."""
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 def _row(name: str, times: Sequence[float]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +26,16 @@ class RolloutServer:
         self.model, self.max_model_len = model, max_model_len
         self.asked: list[str] = []
         """Paths, in order."""
+        self.token_seconds = 0.0
+        """Between two tokens of an answer that is streamed."""
+        self.breaks: list[int] = []
+        """The next streams break off after so many tokens."""
+        self.streams: list[dict[str, Any]] = []
+        """Requests to stream, in order."""
+        self.under_way = self.most_under_way = 0
+        """Streams that still write. Of one that the client closed it hears with the next token."""
+        self.aborted: list[int] = []
+        """Tokens sent by streams that the client closed."""
         self._one_at_a_time = threading.Lock()
 
     def answer(self, path: str, body: Any) -> Any:
@@ -38,6 +49,41 @@ class RolloutServer:
                 self.model.load_state_dict(weights, strict=False)  # tied weights come once
                 return {}
             return {"choices": [self._complete(body)]} if path == "/v1/completions" else {}
+
+    def events(self, body: dict[str, Any]) -> Iterator[bytes]:
+        """An answer, token by token; a broken stream just ends."""
+        with self._one_at_a_time:
+            self.streams.append(body)
+            whole = self._complete(body)
+            end = self.breaks.pop(0) if self.breaks else None
+            self.under_way += 1
+            self.most_under_way = max(self.most_under_way, self.under_way)
+        sent, writes = 0, True
+        try:
+            pairs = zip(whole["token_ids"], whole["logprobs"]["token_logprobs"], strict=True)
+            for sent, (token, value) in enumerate(pairs):
+                if sent == end:
+                    return
+                last = sent == len(whole["token_ids"]) - 1
+                first = {"prompt_token_ids": whole["prompt_token_ids"]} if sent == 0 else {}
+                choice = {"token_ids": [token], "logprobs": {"token_logprobs": [value]}, **first}
+                choice["finish_reason"] = whole["finish_reason"] if last else None
+                if last:
+                    writes = self._has_written()
+                yield b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+                time.sleep(self.token_seconds)
+            yield b"data: [DONE]\n\n"
+        except GeneratorExit:
+            self.aborted.append(sent)
+            raise
+        finally:
+            if writes:
+                self._has_written()
+
+    def _has_written(self) -> bool:
+        with self._one_at_a_time:
+            self.under_way -= 1
+        return False
 
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         banned = {int(token) for token in body["logit_bias"] or {}}
@@ -68,7 +114,21 @@ def serving(server: RolloutServer) -> Iterator[str]:
             self._reply(server.answer(self.path, None))
 
         def do_POST(self) -> None:
-            self._reply(server.answer(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if isinstance(body, dict) and body.get("stream"):
+                self._stream(server.events(body))
+            else:
+                self._reply(server.answer(self.path, body))
+
+        def _stream(self, events: Iterator[bytes]) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            try:
+                for event in events:
+                    self.wfile.write(event)
+            except OSError:  # the client has left
+                events.close()  # type: ignore[attr-defined]
 
         def _reply(self, answer: Any) -> None:
             content = json.dumps(answer).encode()

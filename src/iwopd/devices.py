@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CACHE_BYTES_CPU = 2**31
+"""A key/value cache on a CPU, and what steps make in proportion to it: 2 GB."""
+
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """`values` of the host on `device`, without waiting for the work that it has under way. What comes back from a device must
@@ -46,3 +49,10 @@ def total_bytes(device: torch.device) -> int:
     """Bytes of an accelerator's memory."""
     module: Any = torch.get_device_module(device)
     return int(module.mem_get_info(device)[1])
+
+
+def cache_bytes(device: torch.device, share: float) -> int:
+    """What a key/value cache may take at this moment: a share of what is free on an accelerator, `CACHE_BYTES_CPU` on a CPU."""
+    if device.type == "cpu" or not hasattr(torch.get_device_module(device), "mem_get_info"):
+        return CACHE_BYTES_CPU
+    return int(share * free_bytes(device))

@@ -1,7 +1,8 @@
 """The catalogue: every method by name, and everything that `iwopd methods` lists.
 
-Objectives, advantages and weight rules describe themselves (`algo`). A method is a `[method]` section with a name: the
-paper's, `survival`, which is ours, and those of related papers. Recipes, demo, probe, report and verl take them from here.
+Objectives, advantages and weight rules describe themselves (`algo`), and so do horizons (`rollout`). A method is a `[method]`
+section with a name: the paper's, `survival`, which is ours, and those of related papers. Recipes, demo, probe, report and verl
+take them from here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from iwopd.algo.objectives import Objective
+    from iwopd.rollout.horizons import Horizon
 
 METHODS: dict[str, dict[str, Any]] = {
     "opd": {},
@@ -163,12 +165,13 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
     from iwopd.algo.advantages import ADVANTAGES
     from iwopd.algo.evidence import EVIDENCE, FOR_OBJECTIVES, FURTHER, TEACHER_DISTRIBUTION
     from iwopd.algo.objectives import OBJECTIVES
+    from iwopd.rollout.horizons import HORIZONS
 
     def listed(registry: Mapping[str, Any], describe: Any) -> list[dict[str, Any]]:
         found = []
         for name in registry:
             try:
-                found.append(describe(registry[name]))
+                found.append({"name": name, **describe(registry[name])})
             except (ImportError, TypeError) as error:
                 nothing = {"formula": "", "source": "", "params": {}, "needs": [], "beside_logprobs": []}
                 found.append({"name": name, "title": name, **nothing, "error": str(error)})
@@ -183,10 +186,20 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
         further = [name for name in needs if name in (*FURTHER, TEACHER_DISTRIBUTION)]
         return {**texts, "params": settings, "needs": needs, "beside_logprobs": further}
 
+    def horizon(kind: type[Horizon]) -> dict[str, Any]:
+        fields = {info.alias or name: info for name, info in kind.model_fields.items()}
+        defaults = {
+            name: info.get_default(call_default_factory=True) for name, info in fields.items() if not info.is_required()
+        }
+        needed = [name for name, info in fields.items() if info.is_required()]
+        texts = {"title": (kind.__doc__ or "").strip(), "formula": kind.formula, "source": kind.source}
+        return {**texts, "params": defaults, "required": needed, "stops_online": kind.stops_online}
+
     return {
         "objectives": listed(OBJECTIVES, objective),
         "advantages": listed(ADVANTAGES, lambda one: one.describe()),
         "rules": listed(WEIGHT_RULES, lambda one: one.describe() | {"family": one.family}),
+        "horizons": listed(HORIZONS, horizon),
         "methods": [{"name": name, "title": TITLES[name], "method": section} for name, section in METHODS.items()],
         "evidence": [
             {"name": name, "what": text, "beside_logprobs": name in (*FURTHER, *FOR_OBJECTIVES)}

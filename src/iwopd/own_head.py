@@ -56,6 +56,13 @@ def own_logits(model: Any, states: Tensor) -> Tensor:
     return logits
 
 
+def last_logits(model: Any, inputs: dict[str, Any], count: int) -> Tensor:
+    """Logits [count, V] of the last tokens of a forward pass over one sequence."""
+    with _output_layer_reads(model, lambda states: states[:, -count:]):
+        logits: Tensor = model(**inputs).logits[0, -count:]
+    return logits
+
+
 def plain_logits(model: Any, ids: Tensor, places: Tensor) -> Tensor:
     """Logits [N, V] at `places` [N] of a sequence [M], from the model's plain forward pass over the whole of it."""
     with _output_layer_reads(model, lambda states: states[:, places.to(states.device)]) as given:

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-StopReason = Literal["eos", "length"]
-STOP_REASONS: tuple[StopReason, ...] = ("eos", "length")
+StopReason = Literal["eos", "length", "horizon"]
+STOP_REASONS: tuple[StopReason, ...] = ("eos", "length", "horizon")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rollout:
     rollout_logprobs: Tensor
     """[T] float32 or float64: the generating engine's own log-probs."""
     stop_reason: StopReason
-    """`eos`: the student ended its answer; `length`: it was cut off."""
+    """`eos`: the student ended its answer; `length`: it was cut off; `horizon`: what would follow is not needed."""
     sample: int = 0
     """Which of the prompt's samples this is."""
 
@@ -70,6 +70,21 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.response_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The next tokens of an answer that is being written."""
+
+    row: int
+    """Which answer: its place in the list that `Sampler.sample` returns."""
+    prompt: Prompt
+    ids: Tensor
+    """[k] int64, on the CPU: what was written since the last piece of this answer."""
+    logprobs: Tensor
+    """[k] the generating engine's own."""
+    ended: bool = False
+    """It is the last one: the answer has ended or reached its limit."""
 
 
 def number_prompts(rollouts: Sequence[Rollout]) -> list[int]:

@@ -95,7 +95,7 @@ def rollout(step: int, place: int, rng: random.Random, length: int) -> dict[str,
         "answer": str(place + 1),
         "text": "".join(tokens),
         "correct": place % 2 == 0,
-        "stop_reason": "length" if place == 3 else "eos",
+        "stop_reason": {3: "length", 2: "horizon"}.get(place, "eos"),
         "token_ids": [100 + hash_of(token) for token in tokens],
         "tokens": tokens,
         "student_logprobs": [round(value, 6) for value in student],
@@ -235,6 +235,47 @@ def make_probe(path: Path, student: str = "small", **changes: Any) -> Path:
                 "unsigned": curve([1.1 * value for value in rising]),
                 "rebound": estimate(0.5),
                 "opposite": estimate(0.02, 0.01),
+            },
+        },
+        "horizons": {
+            "batches": 8,
+            "batch_prompts": 4,
+            "mean_tokens": 30.0,
+            "levels": [place / 20 for place in range(21)],
+            "horizons": [
+                {
+                    "key": key,
+                    "title": key.replace("-", " "),
+                    "section": {"type": key.partition("-")[0]},
+                    "written": estimate(written, 0.02),
+                    "stopped": estimate(1.0 - written),
+                    "prompts": 1 / written,
+                    "lengths": [30.0 * written] * 21,
+                    "methods": [
+                        {
+                            "key": method,
+                            "title": title,
+                            "kept": estimate(kept, 0.0 if key == "full" else 0.04),
+                            "in_batch": estimate(kept),
+                            "noise": 2.0,
+                            "noise_at_equal_tokens": 2.0 * written**0.5,
+                        }
+                        for method, title, kept in (("opd", "OPD", written), ("survival", "Survival", written**0.1))
+                    ],
+                }
+                for key, written in (
+                    ("full", 1.0),
+                    ("fixed-8", 0.25),
+                    ("fixed-15", 0.5),
+                    ("drift-0.5", 0.3),
+                    ("drift-0.1", 0.4),
+                )
+            ],
+            "proposal": {
+                "method": "survival",
+                "section": {"type": "drift", "threshold": 0.1, "block": 8},
+                "written": 0.4,
+                "words": "Horizon for Survival: drift 0.1.",
             },
         },
         "alignment": {

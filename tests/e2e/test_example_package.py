@@ -50,7 +50,7 @@ def folder(iwopd: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "steps": 2,
         "threads": 1,
         "method": {"objective": "log-prob-matching", "strength": 0.5, "weights": "half-life", "params": {"tokens": 30.0}},
-        "rollout": {"prompts_per_step": 4, "engine": "parrot"},
+        "rollout": {"prompts_per_step": 4, "engine": "parrot", "horizon": {"type": "part", "share": 0.25}},
         "engine": {"parrot": {"diary": str(folder / "diary.txt")}},
         "data": {"train_size": 16},
         "eval": {"prompts": 4},
@@ -74,6 +74,7 @@ def test_everything_is_listed(iwopd: Run) -> None:
     assert rule["params"] == {"tokens": 20.0}
     assert rule["needs"] == []
     assert "log-prob-matching" in iwopd("methods")
+    assert [one["params"] for one in found["horizons"] if one["name"] == "part"] == [{"share": 0.5}]
 
 
 def test_it_trains(folder: Path) -> None:
@@ -81,6 +82,8 @@ def test_it_trains(folder: Path) -> None:
     assert first["objective/square"] > 0
     assert second["step"] == 2
     assert first["weights/max"] == 1.0
+    assert 0 < first["rollout/length_max"] <= 20  # its horizon: a quarter of 80
+    assert first["rollout/stopped"] > 0
     assert first["correction/ratio_deviation"] < 1e-3  # the engine says that its log-probs are not the trainer's
     diary = (folder / "diary.txt").read_text().split("\n")
     assert diary.count("wrote 4") >= 4  # two steps, evaluations before and after
@@ -109,6 +112,8 @@ def test_its_checker_and_engine_evaluate(iwopd: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--rollout.horizon.share", "2"], "share: Input should be less than or equal to 1"),
+        (["--rollout.horizon.type", "drift"], "horizon 'drift' has no setting 'share'"),
         (["--method.strength", "-1.0"], "strength must be positive, got -1.0"),
         (["--method.strength", "much"], "strength: Input should be a valid number"),
         (["--method.clip", "0.2"], "clip is not used by objective 'log-prob-matching': it belongs to objective"),

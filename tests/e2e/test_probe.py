@@ -80,21 +80,33 @@ def test_everything_at_once(run: Run, pair: Path, capsys: pytest.CaptureFixture[
     keys = [rule.key for rule in found.rules.rules]
     assert {"power", "baseline", "clipped", "log-mix", "teacher-entropy", "tip", "prune", "sod", "rising", "scope"} <= set(keys)
     assert (found.alignment.verdicts == []) == (found.alignment.compared == 0)
+    assert found.horizons is not None
+    assert found.horizons.horizons[0].key == "full"
+    assert [one.key for one in found.horizons.horizons[-1].methods] == ["opd", "survival"]
+    assert found.horizons.proposal is not None
+    assert found.horizons.proposal.words in " ".join(printed.err.split())
+    full = next(rule for rule in found.alignment.rules if rule.key == "opd")
+    whole = found.horizons.horizons[0].of("opd")
+    assert whole is not None
+    assert whole.solutions is not None
+    assert whole.solutions.mean == pytest.approx(full.cosine.mean, abs=1e-5)  # the same update, measured twice
 
 
 def test_the_same_seed_gives_the_same_numbers(run: Run, pair: Path) -> None:
-    options = ("--prompts", pair / "solved.jsonl", "--task", "tiny", "--max-tokens", "12", "--skip", "rules,overlap")
+    options = ("--prompts", pair / "solved.jsonl", "--task", "tiny", "--max-tokens", "12", "--skip", "rules,overlap,horizons")
     fewer = ("--limit", "4", "--batches", "2", "--continuations", "1")
     first, again, other = run(*options, *fewer), run(*options, *fewer), run(*options, *fewer, "--seed", "1")
     same = {"seconds": {}}
     assert first.model_copy(update=same) == again.model_copy(update=same)
     assert first.positions != other.positions
-    assert first.missing == {"overlap": "left out with --skip", "rules": "left out with --skip"}
+    assert first.missing == dict.fromkeys(("overlap", "rules", "horizons"), "left out with --skip")
 
 
 def test_without_answers_and_solutions(run: Run, pair: Path) -> None:
     found = run("--prompts", pair / "prompts.jsonl", "--max-tokens", "12", "--limit", "6")
     assert found.missing.keys() == {"handoff", "alignment"}
+    assert found.horizons is not None
+    assert all(one.solutions is None for one in found.horizons.horizons[0].methods)
     assert "add the field 'answer'" in found.missing["handoff"]
     assert "'solution'" in found.missing["alignment"]
     assert found.positions is not None
@@ -158,7 +170,7 @@ def test_rollouts_that_are_all_empty(run: Run, pair: Path, tmp_path: Path) -> No
     silent = constant_model(tmp_path / "silent", pair / "student", 1)
     found = run("--prompts", pair / "solved.jsonl", "--task", "tiny", "--continuations", "1", student=silent)
     assert found.rollouts.empty == found.rollouts.rollouts == 8
-    assert found.missing.keys() == {"positions", "overlap", "likelihood", "rules", "alignment"}
+    assert found.missing.keys() == {"positions", "overlap", "likelihood", "rules", "alignment", "horizons"}
     assert all("all rollouts are empty" in reason for reason in found.missing.values())
     assert found.handoff is not None
     assert found.handoff.student is not None
@@ -223,3 +235,20 @@ def test_bad_input_gets_clear_words(run: Run, pair: Path, tmp_path: Path) -> Non
         call("--world", "dirty")
     with pytest.raises(UserError, match="--student and --teacher"):
         call("--student", "x")
+
+
+@pytest.mark.slow
+def test_the_embedded_world_shows_what_horizons_keep(tmp_path: Path) -> None:
+    """Survival's update hardly notices that answers stop where its weights are small; plain OPD's does."""
+    parts = ("--skip", "handoff,overlap,likelihood,rules,alignment")
+    call("--world", "clean", "--limit", "64", "--batch-size", "16", "--batches", "4", *parts, "-o", tmp_path / "probe.json")
+    found = read_probe(tmp_path / "probe.json").horizons
+    assert found is not None
+    rows = {row.key: row for row in found.horizons}
+    drift = rows["drift-0.05"]
+    assert 0.15 < (drift.written.mean or 0.0) < 0.5
+    survival, plain = drift.of("survival"), drift.of("opd")
+    assert survival is not None
+    assert plain is not None
+    assert (survival.in_batch.mean or 0.0) > 0.99
+    assert (plain.in_batch.mean or 1.0) < 0.95

@@ -141,10 +141,10 @@ def test_an_interrupted_run_with_a_reward_resumes_exactly(
     whole = train(settings, tmp_path / "whole")
     step_of = loop.take_step
 
-    def power_cut(config: Any, parts: Any, run: Any, step: int) -> Any:
+    def power_cut(config: Any, parts: Any, run: Any, step: int, *more: Any) -> Any:
         if step == 4:
             raise KeyboardInterrupt
-        return step_of(config, parts, run, step)
+        return step_of(config, parts, run, step, *more)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step", power_cut)

@@ -22,7 +22,7 @@ from iwopd.report.reading import split_paths
 from iwopd.report.sheets import Cell, sheets
 from iwopd.report.watch import all_finished, stamps
 
-SECTIONS = ("probe", "handoff", "disagreement", "likelihood", "rules", "alignment")
+SECTIONS = ("probe", "handoff", "disagreement", "likelihood", "rules", "horizons", "alignment")
 
 
 def charts_of(data: ReportData) -> dict[str, Chart]:
@@ -113,6 +113,36 @@ def test_charts_hold_the_numbers_of_the_probe(tmp_path: Path) -> None:
     assert "12 of each" in verdicts.caption
 
 
+def test_horizons_by_tokens_and_what_is_kept(tmp_path: Path) -> None:
+    path = make_probe(tmp_path / "probe.json")
+    chart = charts_of(read_data([path]))["probe-horizons"]
+    drawn = {one.label: one for one in chart.series}
+    assert list(drawn) == ["OPD, drift", "OPD, fixed", "Survival, drift", "Survival, fixed"]
+    assert list(drawn["OPD, drift"].x) == pytest.approx([30, 40, 100])
+    assert list(drawn["OPD, fixed"].y) == pytest.approx([0.25, 0.5, 1.0])
+    assert drawn["OPD, fixed"].low == pytest.approx([0.21, 0.46, 1.0])
+    assert chart.lines == (("0.9, asked of a proposal", 0.9),)
+    text = write_report([path], tmp_path / "report.html").read_text(encoding="utf-8")
+    for words in ("Horizon for Survival: drift 0.1.", "threshold = 0.1", "× 2.50", "25.0 (23.0 to 27.0)"):
+        assert words in text
+    other = make_probe(tmp_path / "other" / "probe.json", "medium")
+    both = charts_of(read_data([path, other]))["probe-horizons"]
+    labels = [(one.label, one.style, one.dash) for one in both.series]
+    assert labels[:2] == [("small: OPD", 0, 0), ("small: Survival", 0, 1)]
+    assert [style for _, style, _ in labels] == [0, 0, 1, 1]
+
+
+def test_probes_without_horizons_are_shown(tmp_path: Path) -> None:
+    """Those of older versions."""
+    path = make_probe(tmp_path / "probe.json")
+    values = json.loads(path.read_text())
+    del values["horizons"]
+    path.write_text(json.dumps(values))
+    charts = charts_of(read_data([path]))
+    assert "probe-horizons" not in charts
+    assert "probe-gain" in charts
+
+
 def test_probes_of_older_versions_are_shown_without_verdicts(tmp_path: Path) -> None:
     path = make_probe(tmp_path / "probe.json")
     values = json.loads(path.read_text())
@@ -157,8 +187,8 @@ def test_many_probes_have_a_section_each(tmp_path: Path) -> None:
     panels = build_panels(read_data([tmp_path]))
     assert [panel.id for panel in panels] == [f"probe-{place}" for place in range(1, 6)]
     assert panels[1].title == "Probe: small (1)"
-    assert len(panels[0].charts) == len(panels[4].charts) == 19
-    assert len(charts_of(read_data([tmp_path]))) == 5 * 19
+    assert len(panels[0].charts) == len(panels[4].charts) == 20
+    assert len(charts_of(read_data([tmp_path]))) == 5 * 20
     text = write_report([tmp_path], tmp_path / "r.html").read_text(encoding="utf-8")
     assert "<title>5 probes · iwopd report</title>" in text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Probe, Rollouts
+from iwopd.analysis.reproduce import horizons
 from iwopd.analysis.reproduce.items import ITEMS
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import markdown
@@ -32,8 +34,9 @@ def write_run(runs: Runs, variant: Variant, accuracy: float) -> None:
         run = RunDirectory(job.folder)
         run.create(job.config, "data")
         for step in range(1, runs.steps + 1):
-            run.append("metrics.jsonl", {"step": step, "kl/sampled": 2.0 / step})
-        for step in (0, 10, 20, 30, 40):
+            written = {"rollouts": job.config.rollout.prompts_per_step, "rollout/length_mean": 50.0}
+            run.append("metrics.jsonl", {"step": step, "kl/sampled": 2.0 / step, **written})
+        for step in range(0, runs.steps + 1, 10):
             right = round(PROBLEMS * accuracy * step / runs.steps) + seed
             scores = [[1.0] if place < right else [0.0] for place in range(PROBLEMS)]
             ids = [str(place) for place in range(PROBLEMS)]
@@ -102,9 +105,18 @@ def probe(fall: float) -> Probe:
 
 def test_every_item_has_a_section(runs: Runs) -> None:
     for item in ITEMS.values():
-        for place, variant in enumerate(item.variants):
+        for place, variant in enumerate(item.trained(runs.world)):
             write_run(runs, variant, 0.3 + 0.02 * place)
-    assert list(ITEMS) == [*(f"p{number}" for number in range(1, 11)), "own", "objectives", "divergences"]
+        for variant in item.halved.get(runs.world, ()):
+            write_run(replace(runs, steps=20), variant, 0.3)
+    assert list(ITEMS) == [
+        *(f"p{number}" for number in range(1, 11)),
+        "own",
+        "objectives",
+        "divergences",
+        "thresholds",
+        "horizons",
+    ]
     for lineage in runs.lineages:
         runs.noise_file(lineage).write_text(json.dumps({one.title: [2.0, 1.0, 16] for one in ITEMS["objectives"].noise_of}))
     for item in ITEMS.values():
@@ -114,6 +126,35 @@ def test_every_item_has_a_section(runs: Runs) -> None:
         assert section.words
         for table in section.tables:
             assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_lineages_are_the_units_of_horizons(runs: Runs) -> None:
+    """Seeds are averaged within a lineage; tokens are compared over the steps that both have."""
+    four, (test, _) = replace(runs, lineages=(0, 1, 2, 3)), horizons.TESTED["clean"]
+    for variant, accuracy in ((test.whole, 0.5), (test.ours, 0.55)):
+        write_run(four, variant, accuracy)
+    half = replace(four, steps=20)
+    write_run(half, test.control, 0.4)
+    late = horizons.by_lineage(four, test.ours, four, test.whole, 40)
+    assert late.runs == 4
+    assert late.interval.mean == pytest.approx(5.0)
+    assert late.interval.low == pytest.approx(5.0, abs=1e-6)  # the same in every lineage
+    assert horizons.share_written(half, test.control, test.whole, of=four) == pytest.approx(30 / 64)
+    assert horizons.share_written(four, test.ours, test.whole) == 1.0
+
+
+def test_fewer_than_four_lineages_give_no_verdict(runs: Runs) -> None:
+    for count in (2, 4):
+        some = replace(runs, lineages=tuple(range(count)))
+        for test in horizons.TESTED["clean"]:
+            write_run(some, test.whole, 0.5)
+            write_run(some, test.ours, 0.6)
+            write_run(horizons.halfway(some), test.control, 0.2)
+        words = " ".join(horizons.registered(some))
+        assert ("too few to tell" in words) == (count < 4)
+        assert ("established" in words) == (count == 4)
+        assert f"over {count} lineages" in words
+    assert horizons.halfway(replace(runs, steps=30)).steps == 10  # evaluations are every ten
 
 
 def test_figures_show_the_tables_numbers(runs: Runs, tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from iwopd import algo
 from iwopd.config import ConfigError, make_config
 from iwopd.rollout.connection import Connection, ServerError
-from iwopd.rollout.requests import Answer, Vocabulary, read_rollout, request_fields, request_seed
+from iwopd.rollout.requests import Vocabulary, continued, read_rollout, request_fields, request_seed
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
+from iwopd.rollout.streaming import Answer
 from iwopd.rollout.weights import WeightSyncError, checkpoint_weights, save_weights, weights_version
 from iwopd.types import Prompt
 from models import make_model
@@ -45,6 +46,14 @@ def test_seeds_differ_and_are_not_negative() -> None:
     assert len(seeds) == len(places)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert request_seed(0, 1, "a", 0) == request_seed(0, 1, "a", 0)
+
+
+def test_the_rest_of_an_answer_has_noise_of_its_own() -> None:
+    request = {"prompt": [2, 3], "max_tokens": 9, "seed": 5, "temperature": 1.0}
+    assert continued(request, []) == request
+    rest = continued(request, [7, 8])
+    assert rest == {"prompt": [2, 3, 7, 8], "max_tokens": 7, "seed": rest["seed"], "temperature": 1.0}
+    assert len({5, rest["seed"], continued(request, [7])["seed"]}) == 3
 
 
 @pytest.mark.parametrize(

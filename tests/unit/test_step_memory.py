@@ -231,6 +231,9 @@ CASES: list[tuple[Path, dict[str, Any]]] = [
     (RECIPE, {"rollout__engine": "vllm", "engine__vllm__sleep": True, "engine__vllm__dtype": "bfloat16"}),
     (EXOPD, {}),
     (EXOPD, {"lora__rank": 16}),
+    (ROOT / "recipes" / "tiny" / "survival.toml", {"rollout__horizon__type": "drift"}),
+    (RECIPE, {"rollout__horizon__type": "drift"}),
+    (RECIPE, {"rollout__horizon__type": "budget", "rollout__horizon__tokens": 2**24, "models__teacher_device": "cuda:1"}),
 ]
 
 
@@ -289,6 +292,29 @@ def test_a_writer_has_the_precision_of_the_run(folders: dict[str, str]) -> None:
     assert engine.on_verl(gpus=4, engine_shards=2, gpu_memory=H100.memory).writer.weights == 2 * size / 2
     single = open_workload(read(RECIPE, folders, rollout__engine="vllm", precision="no"))
     assert single.on_one_device(memory=H100.memory).writer.weights == 4 * size
+
+
+def test_a_teacher_that_follows_answers(folders: dict[str, str]) -> None:
+    """Its cache, bounded as the sampler's is, and what reading a block takes, while answers are written."""
+    work = open_workload(read(RECIPE, folders, rollout__horizon__type="drift"))
+    row = 2 * work.longest * work.teachers["teacher"].cache_elements * 2
+    on_gpu, on_cpu = work.on_one_device(), work.on_one_device(gpus=0)
+    assert on_gpu.stages["rollouts"]["teacher's cache"] == row
+    assert on_gpu.stages["rollouts"]["scoring"] == on_gpu.stages["scores"]["scoring"] > 0
+    assert on_cpu.stages["rollouts"]["teacher's cache"] == max(1, 2**31 // row) * row
+    assert "teacher's cache" not in on_gpu.stages["scores"]
+    few = {"rollout__prompts_per_step": 2, "rollout__max_tokens": 64, "data__max_prompt_tokens": 64}
+    small = open_workload(read(RECIPE, folders, rollout__horizon__type="drift", **few))
+    assert small.on_one_device(gpus=0).stages["rollouts"]["teacher's cache"] == 2 * row * small.longest / work.longest
+    budget = {"rollout__horizon__type": "budget", "rollout__horizon__tokens": 8 * 16}
+    more = open_workload(read(RECIPE, folders, **budget, **few))
+    assert more.on_one_device(gpus=0).stages["rollouts"]["teacher's cache"] == 16 * row * more.longest / work.longest
+    elsewhere = read(RECIPE, folders, rollout__horizon__type="drift", models__teacher_device="cuda:1")
+    assert "teacher's cache" not in open_workload(elsewhere).on_one_device(gpus=2).stages["rollouts"]
+    in_main = read(RECIPE, folders, rollout__horizon__type="drift", models__teacher_device="cpu")
+    without = read(RECIPE, folders, models__teacher_device="cpu")
+    cached = open_workload(in_main).in_main_memory(1) - open_workload(without).in_main_memory(1)
+    assert cached == on_cpu.stages["rollouts"]["teacher's cache"]
 
 
 def test_scores_are_a_stage_of_their_own(folders: dict[str, str]) -> None:

@@ -73,7 +73,7 @@ def rollout(**change: Any) -> Rollout:
         ({"rollout_logprobs": torch.tensor([-1.0])}, ValueError, r"rollout_logprobs has shape \[1\], expected \[2\]"),
         ({"rollout_logprobs": torch.tensor([-1.0, float("nan")])}, ValueError, "rollout_logprobs is nan at token 1"),
         ({"rollout_logprobs": torch.tensor([-1.0, -2.0]).half()}, TypeError, "must be float32 or float64"),
-        ({"stop_reason": "stop"}, ValueError, r"stop_reason must be one of \('eos', 'length'\), got 'stop'"),
+        ({"stop_reason": "stop"}, ValueError, r"stop_reason must be one of \('eos', 'length', 'horizon'\), got 'stop'"),
         (
             {"response_ids": torch.tensor([], dtype=torch.long), "rollout_logprobs": torch.tensor([])},
             ValueError,

@@ -84,6 +84,7 @@ def test_a_step_under_our_names(tmp_path: Path) -> None:
     assert (record["policy/clip_fraction"], record["policy/dual_clip_fraction"]) == (0.25, 0.125)
     assert (record["time/rollout"], record["time/old"], record["time/update"], record["time/other"]) == (2.0, 0.5, 0.5, 1.0)
     assert record["time/step"] == 4.0
+    assert (record["tokens_written"], record["prompts"], record["rollout/stopped"]) == (512, 8, 0)
     assert record["throughput/tokens_per_second"] == 64 * 8 / 4
     assert "iwopd/progress" not in record
     assert not any(name.startswith("iwopd/") for name in record)
@@ -94,6 +95,18 @@ def test_cut_off_answers_are_counted_only_at_the_limit() -> None:
     assert step_stats(_config(), 1, STEP).metrics["rollout/truncated"] == 0
     at_limit = {**STEP, "response_length/max": 80.0, "response_length/clip_ratio": 0.25}
     assert step_stats(_config(), 1, at_limit).metrics["rollout/truncated"] == 0.25
+
+
+def test_answers_at_a_horizon_were_not_cut_off() -> None:
+    fixed = _config(rollout={"prompts_per_step": 8, "horizon": {"type": "fixed", "tokens": 40}})
+    at_limit = {**STEP, "response_length/max": 40.0, "response_length/clip_ratio": 0.5, "iwopd/tokens_written": 307.0}
+    metrics = step_stats(fixed, 1, at_limit).metrics
+    assert (metrics["rollout/truncated"], metrics["rollout/stopped"], metrics["tokens_written"]) == (0, 0.5, 307)
+    growing = _config(rollout={"prompts_per_step": 8, "horizon": {"type": "growing", "from": 40}})
+    assert step_stats(growing, 1, at_limit).metrics["rollout/stopped"] == 0.5
+    assert step_stats(growing, 2, at_limit).metrics["rollout/stopped"] == 0  # its limit is beyond them
+    last = {**at_limit, "response_length/max": 80.0}
+    assert step_stats(growing, 4, last).metrics["rollout/truncated"] == 0.5
 
 
 def test_an_update_that_verl_left_out() -> None:

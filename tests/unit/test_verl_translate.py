@@ -18,12 +18,14 @@ from iwopd.algo.advantages import ADVANTAGES
 from iwopd.algo.objectives import OBJECTIVES, Divergence, PolicyGradient
 from iwopd.cluster.verl.checks import check_settings
 from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.evaluation import evaluated_tasks
 from iwopd.cluster.verl.fields import FIELDS, table
 from iwopd.cluster.verl.params import literal
 from iwopd.cluster.verl.prompts import load_order, messages, write_prompts
 from iwopd.cluster.verl.translate import environment_overrides, places, translate
 from iwopd.config import Config, make_config, settings
 from iwopd.data.fields import DataError
+from iwopd.rollout.horizons import Fixed, Growing
 from iwopd.types import Prompt
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -147,6 +149,7 @@ OTHER: dict[str, Any] = {
     "teacher.request_timeout": 3.0,
     "teacher.patience": 3.0,
     "teacher.deadline": 3.0,
+    "rollout.horizon.type": "drift",
     "teacher.system": "You know better.",
     "teacher.user": "{prompt} ({answer})",
     "teacher.others": {"code": {"model": "org/coder"}},
@@ -227,7 +230,8 @@ def test_every_setting_has_a_treatment() -> None:
     assert list(FIELDS) != []
     of_advantages = (name for advantage in ADVANTAGES for name in PolicyGradient.settings({"advantage": advantage}))
     method = {f"method.{name}" for name in (*of_advantages, *Divergence.every_setting())}
-    assert {name for name, _ in settings()} | method == set(FIELDS)
+    horizon = {f"rollout.horizon.{info.alias or name}" for one in (Fixed, Growing) for name, info in one.model_fields.items()}
+    assert {name for name, _ in settings()} | method | horizon == set(FIELDS)
     assert all(
         treatment.text and (treatment.kind == "only") == (treatment.allowed is not None) for treatment in FIELDS.values()
     )
@@ -360,6 +364,40 @@ def test_the_file_of_prompts_has_the_local_order(tmp_path: Path) -> None:
     assert {row["teacher"] for row in rows} == {"default"}
     assert len(pq.read_table(where.val_file)) == 1
     assert [path.name for path in where.folder.glob(".tmp*")] == []
+
+
+def test_horizons_stand_in_the_rows(tmp_path: Path) -> None:
+    """Of training: an evaluation's answers are written to the end."""
+    for horizon, limits in (
+        ({"type": "fixed", "tokens": 20}, [20, 20, 20, 20]),
+        ({"type": "growing", "from": 10, "to": 40}, [10, 20, 30, 40]),
+        ({"type": "growing", "from": 10}, [10, 40, 70, 100]),
+        ({"type": "full"}, [0, 0, 0, 0]),
+    ):
+        config = make_config({**WORLD, "steps": 4, "rollout": {**BASE["rollout"], "horizon": horizon}})
+        check_settings(config)
+        order, tokenizer = load_order(config, lambda _: None)
+        where = places(config, tmp_path / str(horizon["type"]))
+        tasks = evaluated_tasks(config, tokenizer)
+        write_prompts(config, order, tokenizer, where, tasks)
+        rows = pq.read_table(where.train_file).to_pylist()
+        assert [rows[48 * step]["extra_info"]["limit"] for step in range(4)] == limits
+        assert {row["extra_info"]["limit"] for row in pq.read_table(where.val_file).to_pylist()} == {0}
+        given = dict(item.split("=", 1) for item in _overrides(config))
+        key = "actor_rollout_ref.rollout.agent.default_agent_loop"
+        assert given.get(key) == (None if horizon["type"] == "full" else "iwopd_limited")
+        assert given["data.max_response_length"] == "100"
+        assert where.agent_loops.exists() == (horizon["type"] != "full")
+
+
+def test_horizons_that_verl_cannot_hold() -> None:
+    for horizon in ({"type": "drift"}, {"type": "budget", "tokens": 10_000}):
+        config = make_config({**BASE, "rollout": {**BASE["rollout"], "horizon": horizon}})
+        with pytest.raises(VerlError, match=rf"rollout\.horizon\.type is '{horizon['type']}': verl's teacher sees answers"):
+            check_settings(config)
+    world = make_config({**WORLD, "rollout": {"horizon": {"type": "fixed", "tokens": 500}}})
+    with pytest.raises(VerlError, match=r"rollout\.horizon: tokens is 500, longer than an answer can be \(80"):
+        check_settings(world)
 
 
 def test_prompts_that_verl_cannot_have_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -64,22 +65,40 @@ class FakeGpuEngine:
     def add_request(self, number: str, prompt: Any, parameters: Any) -> None:
         first, limit = prompt["prompt_token_ids"][-1], parameters["max_tokens"]
         assert parameters["detokenize"] is False
-        self.waiting[number] = SimpleNamespace(
+        whole = SimpleNamespace(
             token_ids=[first] * limit,
             logprobs=[{first: SimpleNamespace(logprob=-0.5)}] * limit,
             finish_reason="length",
         )
+        (self.telling if parameters["output_kind"] == "delta" else self.waiting)[number] = whole
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting)
 
+    telling: ClassVar[dict[str, Any]] = {}
+    """Requests that tell of every token: with each step one more of all of them."""
+
     def step(self) -> list[Any]:
+        if self.telling:
+            return [self._next(number) for number in list(self.telling)]
         number, output = self.waiting.popitem()
         return [SimpleNamespace(request_id=number, outputs=[output])]
+
+    def _next(self, number: str) -> Any:
+        left = self.telling[number]
+        last = len(left.token_ids) == 1
+        part = SimpleNamespace(
+            token_ids=[left.token_ids.pop()], logprobs=[left.logprobs.pop()], finish_reason="length" if last else None
+        )
+        if last:
+            del self.telling[number]
+        return SimpleNamespace(request_id=number, outputs=[part], finished=last)
 
     def abort_request(self, numbers: list[str]) -> None:
         self.asked.append(f"abort {numbers}")
         self.waiting.clear()
+        for number in numbers:
+            self.telling.pop(number, None)
 
 
 def student(model: Any, **more: Any) -> Student:
@@ -91,7 +110,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.import_module
 
     def fake(name: str, *package: str) -> Any:
-        kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"))
+        kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final", DELTA="delta"))
         vllm = SimpleNamespace(LLM=FakeGpuEngine, SamplingParams=dict, sampling_params=kinds)
         return vllm if name == "vllm" else real(name, *package)
 
@@ -154,6 +173,48 @@ def test_requests_to_vllm_come_back_as_rollouts(fake_gpu: None) -> None:
         sampler.sample(prompts, seed=0, step=1, finished=fail)
     assert engine.llm.asked[-1] == "abort ['0']"
     assert (sampler.context, sampler.vocab_size) == (64, 21)
+    engine.close()
+
+
+class Watch:
+    """Stops one answer at its first look; `wait` is what the look waits for."""
+
+    room = 2**31
+
+    def __init__(self, stopped: int | None, wait: Any = lambda: None) -> None:
+        self.stopped, self.wait = stopped, wait
+        self.seen: list[tuple[int, int, bool]] = []
+
+    def next_look(self, length: int) -> int:
+        return length // 4 * 4 + 4
+
+    def look(self, pieces: Any) -> list[bool]:
+        self.wait()
+        self.seen += [(piece.row, len(piece.ids), piece.ended) for piece in pieces]
+        return [piece.row == self.stopped for piece in pieces]
+
+
+def test_answers_that_are_stopped_are_aborted(fake_gpu: None) -> None:
+    """A mock: there is no GPU here. vLLM is asked for every token, and never writes further than to the look after the next."""
+    engine = VllmEngine(student(make_model("qwen3")), VllmSettings(sleep=True))
+    sampler = engine.sampler(SamplingSettings(20))
+    prompts = [Prompt("a", (2, 5)), Prompt("b", (3, 6)), Prompt("c", (3, 7))]
+    watch = Watch(1, wait=lambda: time.sleep(0.2))
+    rollouts = sampler.sample(prompts, seed=0, step=1, max_tokens=[20, 20, 6], watcher=watch)
+    assert [len(rollout) for rollout in rollouts] == [20, 4, 6]
+    assert [rollout.stop_reason for rollout in rollouts] == ["length", "horizon", "length"]
+    assert sorted(watch.seen) == sorted([(0, 4, False)] * 4 + [(0, 4, True), (1, 4, False), (2, 4, False), (2, 2, True)])
+    assert engine.llm.asked[-2:] == ["abort ['1']", "sleep 2"]
+    assert sampler.overrun <= 4
+    assert not engine.llm.telling
+
+    def fail() -> None:
+        raise ArithmeticError("the teacher is gone")
+
+    with pytest.raises(ArithmeticError):
+        sampler.sample(prompts, seed=0, step=1, watcher=Watch(1, wait=fail))
+    assert engine.llm.asked[-1] == "abort ['0', '1', '2']"
+    assert not engine.llm.telling
     engine.close()
 
 

@@ -1,4 +1,4 @@
-"""List every method, objective and weight rule with formula and parameters."""
+"""List every method, objective, weight rule and horizon with formula and parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-HELP = "list every method, objective and weight rule with formula and parameters"
+HELP = "list every method, objective, weight rule and horizon with formula and parameters"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +29,8 @@ HEADINGS = {
     "advantages": "Advantages (method.advantage) of policy-gradient; their parameters are settings of [method]",
     "rules": "Weight rules (method.weights), a[t] = lp_T[t] - lp_0[t]; their parameters are method.params.\n"
     "Every rule also takes normalize = 'mean-one'",
+    "horizons": "Horizons (rollout.horizon.type): how far answers are written in training; their parameters are settings of\n"
+    "[rollout.horizon]",
 }
 
 
@@ -60,10 +62,7 @@ def _show(found: dict[str, list[dict[str, Any]]]) -> None:
                 say(f"{one['name']}: {one['error']}", style="red", indent=2)
                 continue
             say(one["name"], style="bold", indent=2)
-            say(
-                f"{one['formula']}\nfrom: {one['source']}\nparameters: {_toml(one['params']) or 'none'}\n{_needs(one)}",
-                indent=4,
-            )
+            say(f"{one['formula']}\nfrom: {one['source']}\nparameters: {_params(one)}\n{_needs(one)}", indent=4)
     console.print()
     say("Evidence beside the log-probs of the written tokens: computed only where a method asks for it")
     for one in found["evidence"]:
@@ -71,7 +70,14 @@ def _show(found: dict[str, list[dict[str, Any]]]) -> None:
             say(f"{one['name']}: {one['what']}", indent=2)
 
 
+def _params(one: dict[str, Any]) -> str:
+    needed = [f"{name} (needed)" for name in one.get("required", ())]
+    return ", ".join(filter(None, [*needed, _toml(one["params"])])) or "none"
+
+
 def _needs(one: dict[str, Any]) -> str:
+    if "stops_online" in one:
+        return f"needs: {'a teacher that scores answers while they are written' if one['stops_online'] else 'nothing'}"
     plain = [name for name in one["needs"] if name not in one["beside_logprobs"]]
     further = f"beside log-probs: {', '.join(one['beside_logprobs'])}" if one["beside_logprobs"] else ""
     return f"needs: {'; '.join(filter(None, [', '.join(plain), further])) or 'nothing but the length'}"

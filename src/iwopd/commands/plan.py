@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from iwopd.commands.options import parse_overrides
+
+if TYPE_CHECKING:
+    from iwopd.cluster.plan import CutLengths
 
 HELP = "estimate what a recipe needs on a cluster"
 
@@ -19,6 +23,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, help="machines (default: 1)")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs of each machine (default: 8; 1 machine x 1: the local engine)")
     parser.add_argument("--response-tokens", type=float, help="mean length of an answer (default: a quarter of the longest)")
+    measured = "probe.json of the pair (or its folder): how long its answers are, and what a horizon leaves of them"
+    parser.add_argument("--probe", type=Path, metavar="FILE", help=measured)
     parser.add_argument("--price", type=float, help="of one GPU-hour, in any currency (default: GPU-hours only)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -40,6 +46,26 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             raise PlanError(f"{name} is {value}: it must be at least 1")
     if options.price is not None and not 0 <= options.price < float("inf"):
         raise PlanError(f"--price is {options.price:g}: it must be a price, 0 or more")
-    plan = make_plan(open_workload(config, options.response_tokens), gpu, nodes, gpus)
+    quantiles, cut = _lengths(options)
+    plan = make_plan(open_workload(config, options.response_tokens, quantiles), gpu, nodes, gpus, cut)
     print(json.dumps(as_dict(plan, options.price), indent=1) if options.json else report(plan, options.price))
     return 0 if plan.fits else 1
+
+
+def _lengths(options: argparse.Namespace) -> tuple[tuple[float, ...], list[CutLengths]]:
+    """Quantiles of the lengths of whole answers, and of what is left of them by horizon; nothing without a probe."""
+    from iwopd.analysis.probe.result import read_probe
+    from iwopd.cluster.plan import CutLengths, PlanError
+
+    if options.probe is None:
+        return (), []
+    if options.response_tokens is not None:
+        raise PlanError("--response-tokens and --probe both say how long answers are: leave one of them out")
+    part = read_probe(options.probe).horizons
+    if part is None:
+        raise PlanError(
+            f"the probe {options.probe} has no lengths of answers (part 'horizons'): run `iwopd probe` again without "
+            "--skip horizons"
+        )
+    found = [CutLengths(one.section, tuple(length or 1.0 for length in one.lengths)) for one in part.horizons]
+    return found[0].quantiles, found[1:]

@@ -1,6 +1,7 @@
 """How strong is the position bias of a student and its teacher? Measured from the student's rollouts, without training: the
 hand-off curve (the student begins, the teacher finishes), disagreement and prefix likelihood by position, what each weight rule
-would do to these rollouts, and how each rule's update points towards correct solutions. Ends with a verdict in words.
+would do to these rollouts, how each rule's update points towards correct solutions, and what is left of an update if answers
+stop earlier. Ends with a verdict in words, and a horizon that would do.
 
 Only the hand-off curve needs answers, only the gradient alignment needs solutions; what cannot be measured is named.
 """
@@ -26,7 +27,7 @@ examples:
   iwopd probe --student ./student --teacher ./teacher --prompts prompts.jsonl --max-tokens 512 --skip alignment
 
 prompts: JSONL with `prompt` or `messages`, and optionally `id`, `answer` (checked as math, or as --task does) and `solution`.
-parts for --skip: handoff, positions, overlap, likelihood, rules, alignment. docs/probe.md explains every number.
+parts for --skip: handoff, positions, overlap, likelihood, rules, alignment, horizons. docs/probe.md explains every number.
 """
 
 

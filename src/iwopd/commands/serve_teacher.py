@@ -37,6 +37,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-size", type=int, help="ids that can occur, without padding rows (default: its tokenizer's)")
     states = "how a float32 model's hidden states travel: in 16 bits, or as they are (default: 16-bit)"
     parser.add_argument("--states", choices=("16-bit", "float32"), default="16-bit", help=states)
+    cache = (
+        "key/value cache for answers that clients follow while they are written, in GB (default: half of what is free; CPU: 2)"
+    )
+    parser.add_argument("--cache-gb", type=float, help=cache)
     parser.add_argument("--max-length", type=int, help="longest sequence, one token more included (default: the model's)")
 
 
@@ -51,6 +55,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
     if not 0 <= options.port < 2**16:
         raise ServingError(f"--port must lie between 0 and 65535, got {options.port}")
+    if options.cache_gb is not None and not 0 <= options.cache_gb < 2**20:
+        raise ServingError(f"--cache-gb must not be negative, got {options.cache_gb}")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     token = os.environ.get(options.token_env, "").strip() or None
@@ -63,8 +69,14 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         trust = options.trust_remote_code
         ids = served_vocabulary(options.model, model, given=options.vocab_size, trust_remote_code=trust)
         half = options.states == "16-bit"
+        cache = None if options.cache_gb is None else int(options.cache_gb * 2**30)
         server.model = ServingModel(
-            model, vocab_size=ids, max_length=length, token_budget=options.token_budget, half_states=half
+            model,
+            vocab_size=ids,
+            max_length=length,
+            token_budget=options.token_budget,
+            half_states=half,
+            cache_bytes=cache,
         )
         _stop_on_signals(server)
         print(f"serving {server.name} at {server.url} ({ids} ids, {length} tokens); stop with Ctrl-C", flush=True)

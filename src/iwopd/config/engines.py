@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from iwopd.config.distributions import DialectName, refusal
+from iwopd.config.horizon import HorizonSettings
 from iwopd.data.teacher_view import PromptTemplate
 from iwopd.errors import ConfigError
 from iwopd.rollout.engine import ENGINES, Engine
@@ -26,6 +27,7 @@ class RolloutSettings(Section):
     top_k: int = Field(0, ge=0, description="keep the k likeliest ids; 0: off")
     stop_tokens: list[str] = Field([], description="tokens that end an answer, beside those of tokenizer and generation config")
     truncated: Literal["keep", "mask", "drop"] = Field("keep", description="rollouts cut off by max_tokens: trained on or not")
+    horizon: HorizonSettings = Field(default_factory=HorizonSettings)
     mismatch_limit: float | None = Field(
         None, gt=0, description="mean |difference| of engine's and trainer's log-probs that ends a run; empty: by dtype"
     )

@@ -167,7 +167,7 @@ def _is_open(name: str) -> bool:
     """Whether a setting is checked elsewhere: a key of the user's, of a plug-in engine, or of a method (by its objective)."""
     table, _, inner = name.partition(".")
     further = table == "engine" and "." in inner and inner.partition(".")[0] not in Engines.model_fields
-    return further or name.startswith(tuple(f"{table}." for table in (*OPEN_TABLES, "method")))
+    return further or name.startswith(tuple(f"{table}." for table in (*OPEN_TABLES, "method", "rollout.horizon")))
 
 
 def _explained(error: ValidationError, where: str) -> str:

@@ -144,3 +144,19 @@ class Config(Section):
             )
         engine.check(self.engine.of(rollout.engine), trained=True)
         return self
+
+    @model_validator(mode="after")
+    def _horizon_can_be_held(self) -> Self:
+        rollout, engine = self.rollout, engine_type(self.rollout.engine)
+        horizon = rollout.horizon.made
+        if horizon.stops_online and not engine.watched:
+            raise ValueError(
+                f"rollout.horizon.type is {rollout.horizon.type!r}, but answers of rollout.engine {rollout.engine!r} cannot be "
+                "stopped while it writes them: choose the horizon 'fixed' or 'growing', or engine 'local', 'vllm' or 'server'"
+            )
+        if rollout.max_tokens is not None:  # else a world says how long answers are
+            try:
+                horizon.check(rollout.max_tokens, rollout.samples)
+            except ValueError as error:
+                raise ValueError(f"rollout.horizon: {error}") from None
+        return self

@@ -52,6 +52,17 @@ class PromptOrder:
         random.Random(f"order:{self.seed}:{epoch}{salt}").shuffle(order)
         return [self.prompts[row] for row in order[place * self.per_step : (place + 1) * self.per_step]]
 
+    def some(self, step: int, count: int) -> list[Prompt]:
+        """So many prompts for a step: the first of `batch`, then others of the set (all of them at most)."""
+        usual = self.batch(step)
+        if count <= len(usual):
+            return usual[:count]
+        there = {prompt.id for prompt in usual}
+        others = [prompt for prompt in self.prompts if prompt.id not in there]
+        salt = f":{self.name}" if self.name else ""
+        random.Random(f"more:{self.seed}:{step}{salt}").shuffle(others)
+        return usual + others[: count - len(usual)]
+
     def fingerprint(self) -> str:
         """Hash of all prompts in their given order: shows whether a resumed run has the same data."""
         return _hash((prompt.id, prompt.token_ids, *([prompt.teacher] if prompt.teacher else [])) for prompt in self.prompts)
@@ -85,6 +96,13 @@ class MixedOrder:
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of a step, counted from 1, all sets shuffled together."""
         prompts = [prompt for order in self.orders for prompt in order.batch(step)]
+        random.Random(f"mix:{self.seed}:{step}").shuffle(prompts)
+        return prompts
+
+    def some(self, step: int, count: int) -> list[Prompt]:
+        """So many prompts for a step, of each set its share."""
+        shares = share_out(count, [order.per_step for order in self.orders])
+        prompts = [prompt for order, share in zip(self.orders, shares, strict=True) for prompt in order.some(step, share)]
         random.Random(f"mix:{self.seed}:{step}").shuffle(prompts)
         return prompts
 

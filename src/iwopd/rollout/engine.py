@@ -71,6 +71,8 @@ class Engine:
     `update_weights` is called by all of them together; rank 0 sends, the others wait."""
     restricts: ClassVar[bool] = False
     """It takes top-p and top-k, and still gives log-probs over the whole vocabulary."""
+    watched: ClassVar[bool] = False
+    """Answers can be stopped while it writes them: horizons of the kind `drift` need it."""
     weights: ClassVar[Literal["student", "copy", "elsewhere"]] = "copy"
     """The weights it writes with: the student's own, a copy on the same GPUs, or a copy elsewhere. `iwopd plan` asks."""
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from iwopd.devices import free_bytes, upload
+from iwopd.devices import cache_bytes, upload
 from iwopd.lean_model import lean_obstacle
 from iwopd.model_facts import context_length
 from iwopd.modes import eval_mode
@@ -24,19 +24,18 @@ from iwopd.rollout.decoding import Decoder, model_decoder
 from iwopd.rollout.engine import Engine
 from iwopd.rollout.head import scorers_head
 from iwopd.rollout.lean_decoder import LeanDecoder
+from iwopd.rollout.looks import Looks
 from iwopd.rollout.noise import stream_key, uniforms
-from iwopd.rollout.sampler import UNLIMITED, Listener, Sampler
+from iwopd.rollout.sampler import UNLIMITED, Listener, Sampler, Watcher
 from iwopd.rollout.sampling import SamplingSettings, choose
 from iwopd.rollout.store import slack
-from iwopd.types import Prompt, Rollout
+from iwopd.types import Prompt, Rollout, StopReason
 
 Path = Literal["auto", "lean", "model"]
 
-CACHE_BYTES_CPU = 2**31
-"""Key/value cache on a CPU, and what steps make in proportion to it: 2 GB."""
 CACHE_SHARE = 0.5
-"""The same on an accelerator: this share of what is free when a call starts. The other half is for reading prompts, for the
-logits of all rows, for whoever scores finished rollouts meanwhile, and for what the allocator cannot piece together."""
+"""Of an accelerator's memory: this share of what is free when a call starts. The other half is for reading prompts, for the
+logits of all rows, for whoever scores rollouts meanwhile, and for what the allocator cannot piece together."""
 PREFILL_TOKENS = 2**14
 PREFILL_SHARE = 1 / 16
 MASK_ELEMENTS = 2**26
@@ -53,7 +52,7 @@ NOISE_AHEAD = 32
 class LocalEngine(Engine):
     """The student itself, in this process."""
 
-    exact = several_ranks = restricts = True
+    exact = several_ranks = restricts = watched = True
     weights = "student"
 
     @property
@@ -68,6 +67,8 @@ class LocalEngine(Engine):
 
 class LocalSampler(Sampler):
     """Writes rollouts with a model in this process, whose weights it reads again at every call."""
+
+    watched = True
 
     def __init__(
         self,
@@ -104,20 +105,30 @@ class LocalSampler(Sampler):
         self.pad_id, self.vocab_size = pad_id, vocab_size
 
     def write(
-        self, prompts: Sequence[Prompt], limits: Sequence[int], samples: int, seed: int, step: int, finished: Listener | None
+        self,
+        prompts: Sequence[Prompt],
+        limits: Sequence[int],
+        samples: int,
+        seed: int,
+        step: int,
+        finished: Listener | None,
+        watcher: Watcher | None = None,
     ) -> list[Rollout]:
         """Prompts that share an id share their noise."""
         plan = _Plan(prompts, limits, samples, seed, step)
         rollouts: dict[int, Rollout] = {}
         at_once = len(plan) if finished is None else max(1, len(plan) // TELLINGS)
         obstacle = self._lean_obstacle()
+        looks = None if watcher is None else Looks(watcher, lambda row: prompts[row // samples], self._outside)
         with eval_mode(self.model), self._context(lean=obstacle is None):
-            decoder, rows = self._decoder(plan, lean=obstacle is None)
-            run = _Run(decoder, self.settings, plan, self.pad_id, rows, self._embedding.device)
+            decoder, rows = self._decoder(plan, lean=obstacle is None, room=None if watcher is None else watcher.room)
+            run = _Run(decoder, self.settings, plan, self.pad_id, rows, self._embedding.device, looks)
             for row, tokens, logprobs in run.finish(at_once):
-                ended = int(tokens[-1]) in self.settings.stop_ids
+                reason: StopReason = "eos" if int(tokens[-1]) in self.settings.stop_ids else "length"
+                if looks is not None and row in looks.stopped:
+                    reason = "horizon"
                 prompt, sample = divmod(row, samples)
-                rollouts[row] = Rollout(prompts[prompt], tokens, logprobs, "eos" if ended else "length", sample)
+                rollouts[row] = Rollout(prompts[prompt], tokens, logprobs, reason, sample)
                 if finished is not None:
                     with self._outside():
                         finished(row, rollouts[row])
@@ -159,8 +170,8 @@ class LocalSampler(Sampler):
             raise ValueError(f"the lean path cannot run this model: {obstacle}; use path='auto' or 'model'")
         return obstacle
 
-    def _decoder(self, plan: _Plan, *, lean: bool) -> tuple[Decoder, int]:
-        """A decoder over the weights of this moment, and how many rows may be under way."""
+    def _decoder(self, plan: _Plan, *, lean: bool, room: int | None) -> tuple[Decoder, int]:
+        """A decoder over the weights of this moment, and how many rows may be under way; `room`: tokens of a watcher."""
         decoder: Decoder
         if lean:
             decoder = LeanDecoder(self.model, self.vocab_size, width=plan.width, dtype=self.half)
@@ -168,17 +179,11 @@ class LocalSampler(Sampler):
             decoder = model_decoder(self.model, self.vocab_size)
         tokens = self.cache_tokens
         if tokens is None:
-            tokens = min((cache_bytes(device) // size for device, size in decoder.token_bytes.items()), default=UNLIMITED)
-        rows, columns = plan.settle(tokens)
+            sizes = decoder.token_bytes.items()
+            tokens = min((cache_bytes(device, CACHE_SHARE) // size for device, size in sizes), default=UNLIMITED)
+        rows, columns = plan.settle(tokens if room is None else min(tokens, room))
         decoder.reserve(rows, columns)
         return decoder, rows
-
-
-def cache_bytes(device: torch.device) -> int:
-    """What the key/value cache may take there at this moment."""
-    if device.type == "cpu" or not hasattr(torch.get_device_module(device), "mem_get_info"):
-        return CACHE_BYTES_CPU
-    return int(CACHE_SHARE * free_bytes(device))
 
 
 class _Plan:
@@ -237,6 +242,7 @@ class _Run:
     capacity: int
     """Most rows under way."""
     device: torch.device
+    looks: Looks | None = None
     history: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     """Of each draw: rows, ids, log-probs; only of rows that were not handed out yet."""
     ended: list[Tensor] = field(default_factory=list)
@@ -258,14 +264,17 @@ class _Run:
 
     def finish(self, at_once: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Every row of the plan with its ids and log-probs, on the CPU, whenever `at_once` are finished."""
+        looks = self.looks
         while self.plan.queue or len(self.rows):
-            if self.plan.queue and self._has_room():
+            if self.plan.queue and self._has_room() and (looks is None or looks.may_join(self.lengths)):
                 self._admit(self.plan.take(self.capacity - len(self.rows)))
             else:
                 logits = self.decoder.step(self.ids)
                 self.ids = self._draw(logits, self._next_noise(), self.rows)
                 self.lengths, self.left = self.lengths + 1, self.left - 1
             self._retire()
+            if looks is not None and looks.is_due(self.lengths):
+                self._keep(~looks.look(self.rows, self.lengths))
             if sum(map(len, self.ended)) >= at_once or not (self.plan.queue or len(self.rows)):
                 yield from self._hand_out()
 
@@ -329,16 +338,24 @@ class _Run:
             self.stops = upload(stops, self.device)
         chosen = choose(logits.to(self.device), noise, self.settings)
         self.history.append((rows, chosen.ids, chosen.logprobs))
+        if self.looks is not None:
+            self.looks.drawn(rows, chosen.ids, chosen.logprobs)
         return chosen.ids
 
     def _retire(self) -> None:
-        """Take finished rows out: the last rows move to their places, so that the others stay where they are."""
+        """Take finished rows out."""
         rows, _, logprobs = self.history[-1]
         finite = torch.isfinite(logprobs)
         *stopped, sound = torch.cat((self.stops[self.ids], finite.all()[None])).tolist()  # here the host waits
         if not sound:
             self._refuse(int((~finite).nonzero()[0]) - len(rows))
         goes_on = ~torch.tensor(stopped, dtype=torch.bool) & (self.left > 0)
+        if self.looks is not None:
+            self.looks.ended(self.rows[~goes_on])
+        self._keep(goes_on)
+
+    def _keep(self, goes_on: Tensor) -> None:
+        """Take the others out: the last rows move to their places, so that those that stay do so where they are."""
         count = int(goes_on.sum())
         if count == len(goes_on):
             return

@@ -10,16 +10,17 @@ import math
 from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from iwopd.rollout.engine import Engine, Student
 from iwopd.rollout.noise import stream_key
-from iwopd.rollout.sampler import Listener, Sampler
+from iwopd.rollout.sampler import Listener, Sampler, Watcher
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
 from iwopd.rollout.settings import ServerSettings, VllmSettings
-from iwopd.types import Prompt, Rollout
+from iwopd.rollout.streaming import Answer, Growing, Inbox, Stream, Writing
+from iwopd.types import Prompt, Rollout, StopReason
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises what is smaller (and not 0) to this, without an error."""
@@ -49,17 +50,10 @@ class Vocabulary:
         return dict.fromkeys(range(self.size, self.rows), IMPOSSIBLE) or None
 
 
-class Answer(NamedTuple):
-    """What an engine wrote to one request."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float | None]
-    finish_reason: str | None
-
-
 class RequestEngine(Engine):
     """An engine that takes requests."""
 
+    watched = True
     context: int
     """Tokens that a prompt and its answer may have together."""
 
@@ -79,10 +73,15 @@ class RequestEngine(Engine):
         """Number and answer of each request, as they are finished."""
         raise NotImplementedError
 
+    def stream(self, inbox: Inbox, like: dict[str, Any]) -> Stream:
+        """Requests whose answers are read while they are written; `like` is one of them."""
+        raise NotImplementedError
+
 
 class RequestSampler(Sampler):
     """Asks an engine, with one request per rollout, because each has a seed of its own."""
 
+    watched = True
     too_long = "the engine takes {context}; raise max_model_len (engine.vllm, or --max-model-len of the server), "
 
     def __init__(self, engine: RequestEngine, settings: SamplingSettings) -> None:
@@ -96,22 +95,63 @@ class RequestSampler(Sampler):
         return self.engine.context
 
     def write(
-        self, prompts: Sequence[Prompt], limits: Sequence[int], samples: int, seed: int, step: int, finished: Listener | None
+        self,
+        prompts: Sequence[Prompt],
+        limits: Sequence[int],
+        samples: int,
+        seed: int,
+        step: int,
+        finished: Listener | None,
+        watcher: Watcher | None = None,
     ) -> list[Rollout]:
-        places = [(prompt, sample, limit) for prompt, limit in zip(prompts, limits, strict=True) for sample in range(samples)]
-        fields, requests = request_fields(self.settings, self.vocabulary), []
-        for prompt, sample, limit in places:
-            own = {"prompt": list(prompt.token_ids), "max_tokens": limit, "seed": request_seed(seed, step, prompt.id, sample)}
-            requests.append(fields | own)
-        self.engine.update_weights()
+        fields, answers = request_fields(self.settings, self.vocabulary), []
+        for prompt, limit in zip(prompts, limits, strict=True):
+            for sample in range(samples):
+                own = {"prompt": list(prompt.token_ids), "max_tokens": limit}
+                own["seed"] = request_seed(seed, step, prompt.id, sample)
+                answers.append(Growing(prompt, sample, limit, fields | own))
         rollouts: dict[int, Rollout] = {}
-        with closing(self.engine.answers(requests)) as answers:
-            for number, answer in answers:
-                prompt, sample, limit = places[number]
-                rollouts[number] = read_rollout(prompt, sample, answer, limit, self.settings.stop_ids, self.vocabulary)
-                if finished is not None:
-                    finished(number, rollouts[number])
-        return [rollouts[number] for number in range(len(places))]
+
+        def done(number: int, rollout: Rollout) -> None:
+            rollouts[number] = rollout
+            if finished is not None:
+                finished(number, rollout)
+
+        self.engine.update_weights()
+        self.overrun = 0
+        if watcher is None:
+            with closing(self.engine.answers([asked.request for asked in answers])) as found:
+                for number, answer in found:
+                    done(number, self._read(answers[number], answer))
+        else:
+            writing = Writing(answers, watcher, take=self._take, done=lambda number, one: done(number, self._cut(one)))
+            writing.run(lambda inbox: self.engine.stream(inbox, answers[0].request))
+            self.overrun = writing.overrun
+        return [rollouts[number] for number in range(len(answers))]
+
+    def _read(self, asked: Growing, answer: Answer) -> Rollout:
+        return read_rollout(asked.prompt, asked.sample, answer, asked.limit, self.settings.stop_ids, self.vocabulary)
+
+    def _take(self, growing: Growing, part: Answer) -> None:
+        """Add what is new to an answer, or say what is wrong with it."""
+        what = f"the engine's answer to prompt {growing.prompt.id!r}"
+        if growing.ended and part.token_ids:
+            raise SamplingError(f"{what} goes on after its end, with id {part.token_ids[0]}")
+        growing.token_ids += part.token_ids
+        growing.logprobs += check_tokens(what, part, self.vocabulary)
+        last = growing.token_ids[-1] if growing.token_ids else None
+        growing.ended = last in self.settings.stop_ids or len(growing.token_ids) == growing.limit
+        if part.finish_reason is not None and not growing.ended:
+            self._read(growing, Answer(growing.token_ids, growing.logprobs, part.finish_reason))  # says why not
+
+    def _cut(self, growing: Growing) -> Rollout:
+        """Of what was looked at."""
+        count = growing.looked_at
+        reason: StopReason = "horizon"
+        if growing.ended and count == len(growing.token_ids):
+            reason = "eos" if growing.token_ids[-1] in self.settings.stop_ids else "length"
+        ids, logprobs = torch.tensor(growing.token_ids[:count]), torch.tensor(growing.logprobs[:count])
+        return Rollout(growing.prompt, ids, logprobs, reason, growing.sample)
 
 
 def check_settings(settings: SamplingSettings) -> None:
@@ -145,6 +185,14 @@ def request_fields(settings: SamplingSettings, vocabulary: Vocabulary) -> dict[s
     }
 
 
+def continued(request: dict[str, Any], written: Sequence[int]) -> dict[str, Any]:
+    """The rest of an answer that broke off after these tokens: with noise of its own, because the same seed would repeat it."""
+    if not written:
+        return request
+    rest = {"prompt": [*request["prompt"], *written], "max_tokens": request["max_tokens"] - len(written)}
+    return request | rest | {"seed": request_seed(request["seed"], len(written), "", 0)}
+
+
 def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
     """One rollout's seed: a function of its coordinates alone, as in `noise`. Not negative (-1 means none to vLLM)."""
     return stream_key(seed, step, prompt_id, sample)[0] & (2**63 - 1)
@@ -156,15 +204,9 @@ def read_rollout(
     """An engine's answer of at most `limit` tokens as a `Rollout`, or an error that says what is wrong with it."""
     what = f"the engine's answer to prompt {prompt.id!r}"
     token_ids, logprobs, finish_reason = answer
-    if not token_ids or len(token_ids) != len(logprobs):
-        raise SamplingError(f"{what} has {len(token_ids)} tokens and {len(logprobs)} log-probs")
-    if outside := [token for token in token_ids if not 0 <= token < vocabulary.size]:
-        raise SamplingError(
-            f"{what} has id {outside[0]}, but the tokenizer has {vocabulary.size} ids: is it the student that the engine runs?"
-        )
-    values = [math.nan if value is None else value for value in logprobs]
-    if not all(map(math.isfinite, values)):
-        raise SamplingError(f"{what} has log-probs that are not finite: the student's weights may hold NaN")
+    if not token_ids:
+        raise SamplingError(f"{what} has 0 tokens and {len(logprobs)} log-probs")
+    values = check_tokens(what, answer, vocabulary)
     ended = token_ids[-1] in stop_ids
     if not ended and (finish_reason != "length" or len(token_ids) != limit):
         raise SamplingError(
@@ -173,3 +215,18 @@ def read_rollout(
             "--max-model-len? (--generation-config vllm switches the former off)"
         )
     return Rollout(prompt, torch.tensor(token_ids), torch.tensor(values), "eos" if ended else "length", sample)
+
+
+def check_tokens(what: str, part: Answer, vocabulary: Vocabulary) -> list[float]:
+    """The log-probs of an answer or a part of it, whose ids must exist."""
+    token_ids, logprobs, _ = part
+    if len(token_ids) != len(logprobs):
+        raise SamplingError(f"{what} has {len(token_ids)} tokens and {len(logprobs)} log-probs")
+    if outside := [token for token in token_ids if not 0 <= token < vocabulary.size]:
+        raise SamplingError(
+            f"{what} has id {outside[0]}, but the tokenizer has {vocabulary.size} ids: is it the student that the engine runs?"
+        )
+    values = [math.nan if value is None else value for value in logprobs]
+    if not all(map(math.isfinite, values)):
+        raise SamplingError(f"{what} has log-probs that are not finite: the student's weights may hold NaN")
+    return values

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from iwopd.rollout.sampling import SamplingError, SamplingSettings
-from iwopd.types import Prompt, Rollout
+from iwopd.types import Piece, Prompt, Rollout
 
 Listener = Callable[[int, Rollout], None]
 """Told of a rollout soon after it is finished, with its place in the list that `sample` returns."""
 UNLIMITED = 2**31
 """`context` of a sampler that takes any length."""
+
+
+class Watcher(Protocol):
+    """Reads answers while they are written, and says which of them stop."""
+
+    @property
+    def room(self) -> int:
+        """Tokens of answers under way, prompts included, that it can keep in mind."""
+
+    def next_look(self, length: int) -> int:
+        """The next position, after `length`, at which an answer is looked at. All are multiples of the first."""
+
+    def look(self, pieces: Sequence[Piece]) -> list[bool]:
+        """Which of these answers stop here; of those that have ended it does not matter.
+
+        A piece reaches to the answer's next look or to its end. Each answer's pieces come in order, one at a time.
+        """
 
 
 class Sampler(ABC):
@@ -31,9 +48,21 @@ class Sampler(ABC):
     def context(self) -> int:
         """Tokens that a prompt and its answer may have together."""
 
+    watched: ClassVar[bool] = False
+    """Whether a watcher can stop its answers."""
+    overrun: int = 0
+    """Tokens of the last call that were written past the places where their answers stopped, and dropped."""
+
     @abstractmethod
     def write(
-        self, prompts: Sequence[Prompt], limits: Sequence[int], samples: int, seed: int, step: int, finished: Listener | None
+        self,
+        prompts: Sequence[Prompt],
+        limits: Sequence[int],
+        samples: int,
+        seed: int,
+        step: int,
+        finished: Listener | None,
+        watcher: Watcher | None = None,
     ) -> list[Rollout]:
         """`sample` of checked prompts, of which there is one at least."""
 
@@ -46,10 +75,12 @@ class Sampler(ABC):
         samples: int = 1,
         max_tokens: Sequence[int] | None = None,
         finished: Listener | None = None,
+        watcher: Watcher | None = None,
     ) -> list[Rollout]:
         """`samples` rollouts of each prompt, prompt by prompt, with the student's weights of this moment.
 
         `max_tokens` sets a limit for each prompt, up to the settings'. `finished` hears of rollouts while others are written.
+        `watcher` may stop them: they then have the stop reason `horizon`.
         """
         if samples < 1:
             raise ValueError(f"samples must be >= 1, got {samples}")
@@ -58,7 +89,12 @@ class Sampler(ABC):
             raise SamplingError(f"max_tokens has {len(limits)} limits for {len(prompts)} prompts")
         for prompt, limit in zip(prompts, limits, strict=True):
             self._check(prompt, limit)
-        return self.write(prompts, limits, samples, seed, step, finished) if prompts else []
+        if watcher is not None and not self.watched:
+            raise SamplingError(
+                f"{type(self).__name__} cannot stop answers while it writes them: use another horizon or engine"
+            )
+        more = {} if watcher is None else {"watcher": watcher}  # samplers of other packages may not know of it
+        return self.write(prompts, limits, samples, seed, step, finished, **more) if prompts else []
 
     def _check(self, prompt: Prompt, limit: int) -> None:
         if not 1 <= limit <= self.settings.max_tokens:

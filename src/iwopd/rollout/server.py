@@ -15,8 +15,10 @@ from typing import Any
 
 from iwopd.rollout.connection import Connection, ServerError
 from iwopd.rollout.engine import Student
-from iwopd.rollout.requests import IMPOSSIBLE, Answer, RequestEngine
+from iwopd.rollout.requests import IMPOSSIBLE, RequestEngine
+from iwopd.rollout.server_stream import ServerStream
 from iwopd.rollout.settings import ServerSettings
+from iwopd.rollout.streaming import Answer, Inbox, Stream
 from iwopd.rollout.weights import WeightSyncError, save_weights, weights_version
 
 
@@ -77,13 +79,27 @@ class ServerEngine(RequestEngine):
 
     def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
         self._check_logprobs(requests[0])
-        pool = ThreadPoolExecutor(max(1, self.settings.max_in_flight // self.student.ranks))
+        pool = ThreadPoolExecutor(self.in_flight)
         try:
             numbers = {pool.submit(self._answer, request): number for number, request in enumerate(requests)}
             for done in as_completed(numbers):
                 yield numbers[done], done.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def stream(self, inbox: Inbox, like: dict[str, Any]) -> Stream:
+        self._check_logprobs(like)
+        return ServerStream(self.connection, self.fields, self.in_flight, inbox)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of every request."""
+        return {"model": self.name, "return_token_ids": True}
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this process that are under way at once."""
+        return max(1, int(self.settings.max_in_flight) // self.student.ranks)
 
     def _answer(self, request: dict[str, Any]) -> Answer:
         choice = self._complete(request)
@@ -94,7 +110,7 @@ class ServerEngine(RequestEngine):
 
     def _complete(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The one choice of a completion, with ids."""
-        answer = self.connection.post("/v1/completions", {"model": self.name, "return_token_ids": True, **fields})
+        answer = self.connection.post("/v1/completions", {**self.fields, **fields})
         try:
             (choice,) = answer["choices"]
             whole = choice["token_ids"] is not None and choice["logprobs"]["token_logprobs"] is not None

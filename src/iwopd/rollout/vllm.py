@@ -22,9 +22,10 @@ import torch
 from iwopd.model_facts import context_length
 from iwopd.rollout.engine import EngineError, Student
 from iwopd.rollout.guests import trainers_own
-from iwopd.rollout.requests import Answer, RequestEngine
+from iwopd.rollout.requests import RequestEngine
 from iwopd.rollout.sampler import UNLIMITED
 from iwopd.rollout.settings import VllmSettings
+from iwopd.rollout.streaming import Answer, Inbox, Stream
 from iwopd.rollout.weights import checkpoint_weights, plain_config, save_weights, weights_version
 
 
@@ -115,26 +116,34 @@ class VllmEngine(RequestEngine):
                 self._asleep = False
 
     def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
-        vllm: Any = importlib.import_module("vllm")
         core = self.llm.llm_engine
-        once = {"detokenize": False, "output_kind": vllm.sampling_params.RequestOutputKind.FINAL_ONLY}
         waiting = {str(number) for number in range(len(requests))}
         try:
-            with torch.inference_mode(), _in_words("taking prompts"):
-                for number, request in enumerate(requests):
-                    fields = {**request, **once}
-                    prompt = {"prompt_token_ids": fields.pop("prompt")}
-                    core.add_request(str(number), prompt, vllm.SamplingParams(**fields))
+            for number, request in enumerate(requests):
+                self._add(number, request, "FINAL_ONLY")
             while core.has_unfinished_requests():
-                with torch.inference_mode(), _in_words("writing"):
-                    results = core.step()
-                for result in results:
+                for result in self._step():
                     waiting.discard(result.request_id)
                     yield int(result.request_id), _read(result.outputs[0])
         finally:
             if waiting:  # whoever asked has failed: the next ones must not get these answers
                 core.abort_request(sorted(waiting))
         self._rest()
+
+    def stream(self, inbox: Inbox, like: dict[str, Any]) -> Stream:
+        return _Stream(self, inbox)
+
+    def _add(self, number: int, request: dict[str, Any], told: str) -> None:
+        """One more request; `told` says how its answer is told (vLLM's `RequestOutputKind`)."""
+        vllm: Any = importlib.import_module("vllm")
+        fields = {**request, "detokenize": False, "output_kind": getattr(vllm.sampling_params.RequestOutputKind, told)}
+        prompt = {"prompt_token_ids": fields.pop("prompt")}
+        with torch.inference_mode(), _in_words("taking prompts"):
+            self.llm.llm_engine.add_request(str(number), prompt, vllm.SamplingParams(**fields))
+
+    def _step(self) -> list[Any]:
+        with torch.inference_mode(), _in_words("writing"):
+            return list(self.llm.llm_engine.step())
 
     def _rest(self) -> None:
         """Free the GPU's memory, if so set. Level 2 drops the weights: they come again with `update_weights`."""
@@ -160,6 +169,36 @@ class VllmEngine(RequestEngine):
         with trainers_own(keep_group=self._joins):
             self.llm.llm_engine.engine_core.shutdown()
         self._folder.cleanup()
+
+
+class _Stream(Stream):
+    """vLLM tells of every token, and one step of it is one of the caller's thread."""
+
+    def __init__(self, engine: VllmEngine, inbox: Inbox) -> None:
+        self._engine, self._inbox = engine, inbox
+        self._under_way: set[str] = set()
+
+    def start(self, number: int, request: dict[str, Any]) -> None:
+        self._under_way.add(str(number))
+        self._engine._add(number, request, "DELTA")
+
+    def stop(self, number: int) -> None:
+        if str(number) in self._under_way:
+            self._under_way.remove(str(number))
+            self._engine.llm.llm_engine.abort_request([str(number)])
+
+    def advance(self) -> bool:
+        for result in self._engine._step():
+            if result.finished:
+                self._under_way.discard(result.request_id)
+            self._inbox.put((int(result.request_id), _read(result.outputs[0])))
+        return True
+
+    def close(self) -> None:
+        if self._under_way:
+            self._engine.llm.llm_engine.abort_request(sorted(self._under_way))
+        else:
+            self._engine._rest()
 
 
 def _read(output: Any) -> Answer:

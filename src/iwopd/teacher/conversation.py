@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -43,6 +44,8 @@ class Request(Generic[Result]):
     read: Callable[[bytes], Result]
     """What an answer says; a `TeacherError` if it is not believed, a `GarbledError` if it cannot be read."""
     most_bytes: int
+    home: int | None = None
+    """The replica that should answer, unless it does not answer at all; None: any."""
     failing_since: float | None = None
     garbled: int = 0
 
@@ -60,9 +63,7 @@ class Servers:
 
     async def _converse(self, requests: Sequence[Request[Result]]) -> list[Result]:
         """The workers of all replicas share one queue; a failed request goes back into it for the next free worker."""
-        waiting: asyncio.Queue[int] = asyncio.Queue()
-        for place in range(len(requests)):
-            waiting.put_nowait(place)
+        waiting = _Waiting([None if one.home is None else self.replicas[one.home] for one in requests])
         results: dict[int, Result] = {}
         done = asyncio.Event()
         headers = key_headers(self.settings.api_key_env, error=TeacherError)
@@ -70,14 +71,14 @@ class Servers:
         async def work(replica: Replica, session: httpx.AsyncClient) -> None:
             while True:
                 await replica.rested()
-                place = await waiting.get()
+                place = await waiting.take(replica)
                 if replica.resting:
-                    waiting.put_nowait(place)
+                    await waiting.give_back(place)
                     continue
                 try:
                     results[place] = await self._attempt(replica, session, headers, requests[place])
                 except (UnreachableError, GarbledError):
-                    waiting.put_nowait(place)
+                    await waiting.give_back(place)
                 if len(results) == len(requests):
                     done.set()
 
@@ -184,6 +185,32 @@ class Servers:
     @property
     def who(self) -> str:
         return f"the teacher {self.name!r}" if self.name != "teacher" else "the teacher"
+
+
+class _Waiting:
+    """Places of requests that wait for a replica."""
+
+    def __init__(self, homes: Sequence[Replica | None]) -> None:
+        """`homes`: who should answer each request."""
+        self._homes = homes
+        self._places = deque(range(len(homes)))
+        self._changed = asyncio.Condition()
+
+    async def take(self, replica: Replica) -> int:
+        """The next one for this replica: one that has it for its home, or none, or one that rests."""
+        async with self._changed:
+            while True:
+                for place in self._places:
+                    home = self._homes[place]
+                    if home is None or home is replica or home.resting:
+                        self._places.remove(place)
+                        return place
+                await self._changed.wait()
+
+    async def give_back(self, place: int) -> None:
+        async with self._changed:
+            self._places.append(place)
+            self._changed.notify_all()
 
 
 def run_async(work: Coroutine[Any, Any, Result]) -> Result:

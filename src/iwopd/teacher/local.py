@@ -12,6 +12,7 @@ from iwopd.algo.head import Precision
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.lm import Context, HeadCheck, ResponseModel, Sequences
 from iwopd.modes import eval_mode
+from iwopd.teacher.following import LocalFollower
 from iwopd.teacher.scorer import HasModel, OutputMatrix, Scorer, ScoringPath
 from iwopd.types import Rollout
 
@@ -67,6 +68,9 @@ class LocalScorer(Scorer):
                 found = self.lm.scores(sequences, wanted, ids).cpu()
                 scores.update(zip(rows, found.split(sequences.answers.tolist()), strict=True))
         return [scores[row] for row in range(len(rollouts))]
+
+    def follow(self, wanted: Wanted = NOTHING) -> LocalFollower:
+        return LocalFollower(self.lm, self.token_budget, wanted)
 
     def output_matrix(self) -> OutputMatrix:
         weight, bias = self.lm.head

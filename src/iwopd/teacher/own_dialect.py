@@ -41,6 +41,8 @@ class OwnDialect(VllmDialect):
         }
         if wanted.chosen:
             tensors["chosen"] = torch.cat([_chosen(sequence) for sequence in sequences]).to(torch.int32)
+        if all(sequence.more is not None for sequence in sequences):
+            tensors["more"] = torch.tensor([int(bool(sequence.more)) for sequence in sequences], dtype=torch.int32)
         about = {"model": model, "entropy": wanted.entropy, "top_k": wanted.top_k, "states": wanted.states}
         return wire.pack(tensors, about)
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
-from iwopd.teacher.scorer import HasModel, OutputMatrix, Scorer, ScoringPath
-from iwopd.types import Prompt, Rollout
+from iwopd.teacher.scorer import Follower, HasModel, OutputMatrix, Scorer, ScoringPath
+from iwopd.types import Piece, Prompt, Rollout
 
 
 class PromptedScorer(Scorer):
@@ -30,9 +30,13 @@ class PromptedScorer(Scorer):
 
     def _seen(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """As the teacher sees them. Prompts of evaluation tasks that are no chats stay as they are."""
-        prompts = (rollout.prompt for rollout in rollouts)
-        seen = [self.change(prompt) if "messages" in prompt.metadata else prompt for prompt in prompts]
-        return [replace(rollout, prompt=prompt) for rollout, prompt in zip(rollouts, seen, strict=True)]
+        return [replace(rollout, prompt=self.seen(rollout.prompt)) for rollout in rollouts]
+
+    def seen(self, prompt: Prompt) -> Prompt:
+        return self.change(prompt) if "messages" in prompt.metadata else prompt
+
+    def follow(self, wanted: Wanted = NOTHING) -> PromptedFollower:
+        return PromptedFollower(self.scorer.follow(wanted), self.seen)
 
     @property
     def gives(self) -> frozenset[str]:  # type: ignore[override]
@@ -52,3 +56,18 @@ class PromptedScorer(Scorer):
         """The template must fit every prompt, and the scorer inside takes what it makes of them."""
         seen = [self.change(prompt) for prompt in prompts]
         self.scorer.try_out(seen, vocab_size=vocab_size, max_tokens=max_tokens, wanted=wanted)
+
+
+class PromptedFollower(Follower):
+    def __init__(self, follower: Follower, seen: Callable[[Prompt], Prompt]) -> None:
+        self._follower, self._seen = follower, seen
+
+    @property
+    def room(self) -> int:
+        return self._follower.room
+
+    def read(self, pieces: Sequence[Piece]) -> list[TokenScores]:
+        return self._follower.read([replace(piece, prompt=self._seen(piece.prompt)) for piece in pieces])
+
+    def leave(self, rows: Sequence[int]) -> None:
+        self._follower.leave(rows)

@@ -20,6 +20,9 @@ class TokenSequence:
     chosen: Tensor | None = field(default=None, compare=False)
     """[T, K] ids for each of the tokens that are scored, whose log-probs are wanted; `NO_ID` where there is none."""
 
+    more: bool | None = field(default=None, compare=False)
+    """The sequence grows: whether more of it will come. None: it is asked about once."""
+
     @property
     def answer(self) -> tuple[int, ...]:
         """The tokens that are scored."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.background import in_background
 from iwopd.teacher.errors import TeacherError
-from iwopd.teacher.scorer import HasModel, OutputMatrix, Scorer, ScoringPath
-from iwopd.types import Prompt, Rollout
+from iwopd.teacher.scorer import Follower, HasModel, OutputMatrix, Scorer, ScoringPath
+from iwopd.types import Piece, Prompt, Rollout
 
 
 class RoutedScorer(Scorer):
@@ -27,21 +27,30 @@ class RoutedScorer(Scorer):
     def look(
         self, rollouts: Sequence[Rollout], wanted: Wanted = NOTHING, chosen: Sequence[Tensor] | None = None
     ) -> list[TokenScores]:
-        """What each rollout's teacher says of its tokens, in order. Servers work at the same time, local models in turn."""
+        """What each rollout's teacher says of its tokens, in order."""
+
+        def work(name: str | None, rows: Sequence[int]) -> list[TokenScores]:
+            given = None if chosen is None else [chosen[row] for row in rows]
+            return self.teachers[name].look([rollouts[row] for row in rows], wanted, given)
+
+        return self.ask([rollout.prompt for rollout in rollouts], work)
+
+    def follow(self, wanted: Wanted = NOTHING) -> RoutedFollower:
+        return RoutedFollower(self, {name: scorer.follow(wanted) for name, scorer in self.teachers.items()})
+
+    def ask(
+        self, prompts: Sequence[Prompt], work: Callable[[str | None, Sequence[int]], list[TokenScores]]
+    ) -> list[TokenScores]:
+        """`work` of every teacher on the places of its prompts. Servers work at the same time, local models in turn."""
         rows: dict[str | None, list[int]] = {}
-        for row, rollout in enumerate(rollouts):
-            self._check(rollout.prompt)
-            rows.setdefault(rollout.prompt.teacher, []).append(row)
-
-        def work(name: str | None) -> list[TokenScores]:
-            given = None if chosen is None else [chosen[row] for row in rows[name]]
-            return self.teachers[name].look([rollouts[row] for row in rows[name]], wanted, given)
-
-        away = {name: in_background(partial(work, name)) for name in rows if not self.teachers[name].here}
-        found = {name: work(name) for name in rows if name not in away}
+        for row, prompt in enumerate(prompts):
+            self._check(prompt)
+            rows.setdefault(prompt.teacher, []).append(row)
+        away = {name: in_background(partial(work, name, rows[name])) for name in rows if not self.teachers[name].here}
+        found = {name: work(name, rows[name]) for name in rows if name not in away}
         found |= {name: future.result() for name, future in away.items()}
         scores = {row: value for name, values in found.items() for row, value in zip(rows[name], values, strict=True)}
-        return [scores[row] for row in range(len(rollouts))]
+        return [scores[row] for row in range(len(prompts))]
 
     @property
     def gives(self) -> frozenset[str]:  # type: ignore[override]
@@ -78,6 +87,27 @@ class RoutedScorer(Scorer):
         for name, scorer in self.teachers.items():
             named = [prompt for prompt in prompts if prompt.teacher == name]
             scorer.try_out(named, vocab_size=vocab_size, max_tokens=max_tokens, wanted=wanted)
+
+
+class RoutedFollower(Follower):
+    """Each answer goes to the follower of its prompt's teacher."""
+
+    def __init__(self, router: RoutedScorer, followers: Mapping[str | None, Follower]) -> None:
+        self._router, self._followers = router, followers
+
+    @property
+    def room(self) -> int:
+        return min(follower.room for follower in self._followers.values())
+
+    def read(self, pieces: Sequence[Piece]) -> list[TokenScores]:
+        def work(name: str | None, places: Sequence[int]) -> list[TokenScores]:
+            return self._followers[name].read([pieces[place] for place in places])
+
+        return self._router.ask([piece.prompt for piece in pieces], work)
+
+    def leave(self, rows: Sequence[int]) -> None:
+        for follower in self._followers.values():
+            follower.leave(rows)
 
 
 def _named(name: str, route: str | None) -> str:

@@ -12,7 +12,10 @@ from torch import Tensor
 from iwopd.algo.head import Precision
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.lm import HeadCheck, ResponseModel, Sequences
-from iwopd.types import Prompt, Rollout
+from iwopd.types import Piece, Prompt, Rollout
+
+UNLIMITED = 2**31
+"""`room` of a follower that keeps nothing here."""
 
 
 class HasModel(Protocol):
@@ -36,6 +39,26 @@ class OutputMatrix:
     precision: Precision = "float32"
 
 
+class Follower(ABC):
+    """Scores answers while they are written, piece by piece. What it has read it does not read again."""
+
+    @property
+    def room(self) -> int:
+        """Tokens of answers under way, prompts included, that it can keep in mind at a time."""
+        return UNLIMITED
+
+    @abstractmethod
+    def read(self, pieces: Sequence[Piece]) -> list[TokenScores]:
+        """Of the tokens of each piece, given its prompt and all earlier pieces of the same answer (`Piece.row`).
+
+        Log-probs as `Scorer.look` gives them for the whole answer. At most one piece of an answer in a call.
+        """
+
+    @abstractmethod
+    def leave(self, rows: Sequence[int]) -> None:
+        """No more will come of these answers."""
+
+
 class Scorer(ABC):
     """Log-probs of given rollouts. Only `score` must be implemented."""
 
@@ -55,6 +78,10 @@ class Scorer(ABC):
         if wanted != NOTHING:
             raise TypeError(f"{type(self).__name__} gives log-probs only, not {', '.join(sorted(wanted.names))}")
         return [TokenScores(logprobs) for logprobs in self.score(rollouts)]
+
+    def follow(self, wanted: Wanted = NOTHING) -> Follower:
+        """Somebody who scores the answers of one step while they are written."""
+        raise TypeError(f"{type(self).__name__} cannot score answers while they are written")
 
     def output_matrix(self) -> OutputMatrix:
         """The matrix that belongs to the states which `look` gives."""

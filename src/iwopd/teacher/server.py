@@ -25,8 +25,8 @@ from iwopd.teacher.errors import TeacherError
 from iwopd.teacher.matrix import check_states, fetch_matrix, matrix_facts
 from iwopd.teacher.own_dialect import OwnDialect
 from iwopd.teacher.questions import TokenSequence
-from iwopd.teacher.scorer import OutputMatrix, Scorer, ScoringPath
-from iwopd.types import Prompt, Rollout
+from iwopd.teacher.scorer import Follower, OutputMatrix, Scorer, ScoringPath
+from iwopd.types import Piece, Prompt, Rollout
 
 EXAMPLES = 4
 """Prompts on which a server is tried out."""
@@ -66,15 +66,27 @@ class ServerScorer(Scorer):
         found = self.look_at(sequences, wanted)
         return found if self.vocab_size is None else [known_ids(scores, self.vocab_size) for scores in found]
 
-    def look_at(self, sequences: Sequence[TokenSequence], wanted: Wanted = NOTHING) -> list[TokenScores]:
-        """What the servers say of the ids from `start` on, in order."""
+    def follow(self, wanted: Wanted = NOTHING) -> ServerFollower:
+        """Of chosen ids it says nothing: who chooses them must have read the whole answer."""
+        return ServerFollower(self, replace(wanted, chosen=False))
+
+    def look_at(
+        self, sequences: Sequence[TokenSequence], wanted: Wanted = NOTHING, homes: Sequence[int] | None = None
+    ) -> list[TokenScores]:
+        """What the servers say of the ids from `start` on, in order; `homes`: the replica that each should be sent to."""
         section = "teacher" if self.name == "teacher" else f"teacher.others.{self.name}"
         if (words := refusal(wanted.names, self.settings.dialect, section)) is not None:
             raise TeacherError(words)
         if wanted.states:
             self.output_matrix()
-        groups = self._groups(sequences)
+        if homes is None:
+            groups = self._groups(sequences, range(len(sequences)))
+        else:
+            by_home = [[row for row, one in enumerate(homes) if one == home] for home in range(len(self.servers.replicas))]
+            groups = [group for rows in by_home for group in self._groups(sequences, rows)]
         requests = [self._request([sequences[row] for row in rows], wanted) for rows in groups]
+        for rows, request in zip(groups, requests, strict=True):
+            request.home = None if homes is None else homes[rows[0]]
         found: dict[int, TokenScores] = {}
         for rows, scores in zip(groups, self.servers.answers(requests), strict=True):
             found.update(zip(rows, scores, strict=True))
@@ -92,9 +104,9 @@ class ServerScorer(Scorer):
         body = partial(dialect.scoring, self.model, sequences, wanted)
         return Request(dialect.path, body, read, dialect.most_bytes(sequences, wanted))
 
-    def _groups(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
+    def _groups(self, sequences: Sequence[TokenSequence], rows: Sequence[int]) -> list[list[int]]:
         """Rows that travel together, up to `tokens_per_request` tokens, in enough groups to keep every replica busy."""
-        rows = [row for row, sequence in enumerate(sequences) if sequence.answer]
+        rows = [row for row in rows if sequences[row].answer]
         replicas = len(self.servers.replicas)
         most_rows = max(1, -(-len(rows) // (2 * replicas))) if replicas > 1 else len(rows)
         groups: list[list[int]] = []
@@ -159,6 +171,35 @@ class ServerScorer(Scorer):
     def ask(self, path: str, body: Any = None, read: Callable[[bytes], Any] = parse) -> dict[str, Any]:
         """The responses of all reachable servers to one request, by URL; waits until at least one responds."""
         return self.servers.ask(path, body, read)
+
+
+class ServerFollower(Follower):
+    """Sends answers again whenever they are longer, always to the same replica, and takes the scores of what is new.
+
+    A server that keeps what it has read (`iwopd serve-teacher`; SGLang) reads only that, too.
+    """
+
+    def __init__(self, scorer: ServerScorer, wanted: Wanted) -> None:
+        self._scorer, self._wanted = scorer, wanted
+        self._ids: dict[int, tuple[int, ...]] = {}
+        """Prompt and answer so far."""
+        self._homes: dict[str, int] = {}
+        """Replicas by prompt: the samples of a prompt begin alike."""
+
+    def read(self, pieces: Sequence[Piece]) -> list[TokenScores]:
+        sequences, homes = [], []
+        for piece in pieces:
+            before = self._ids.get(piece.row, piece.prompt.token_ids)
+            sequences.append(TokenSequence((*before, *piece.ids.tolist()), len(before), more=not piece.ended))
+            homes.append(self._homes.setdefault(piece.prompt.id, len(self._homes) % len(self._scorer.servers.replicas)))
+        found = self._scorer.look_at(sequences, self._wanted, homes)
+        self._ids.update({piece.row: sequence.ids for piece, sequence in zip(pieces, sequences, strict=True)})
+        size = self._scorer.vocab_size
+        return found if size is None else [known_ids(scores, size) for scores in found]
+
+    def leave(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._ids.pop(row, None)
 
 
 def known_ids(scores: TokenScores, vocab_size: int) -> TokenScores:

@@ -12,16 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from iwopd import devices
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.lm import Sequences, default_head_precision
 from iwopd.model_facts import output_rows
 from iwopd.models import ModelError, brings_tokenizer, load_tokenizer
 from iwopd.own_head import plain_logits
 from iwopd.teacher import wire
+from iwopd.teacher.kept_sequences import KeptSequences
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.questions import Drawn, TokenSequence
 from iwopd.types import Prompt, Rollout
 
+CACHE_SHARE = 0.5
+"""Of an accelerator's memory that is free when the model is loaded: for the caches of answers that are followed."""
 MOST_TOKENS = 2**18
 """Of one batch: no client waits longer than for so many."""
 
@@ -34,10 +38,10 @@ class _Job:
     future: Future[Scored] = field(default_factory=Future)
 
     @property
-    def kind(self) -> tuple[Wanted, int]:
+    def kind(self) -> tuple[Wanted, int, bool]:
         """Jobs of one kind go through the model together."""
-        chosen = self.sequences[0].chosen
-        return self.wanted, 0 if chosen is None else chosen.shape[1]
+        chosen, grows = self.sequences[0].chosen, self.sequences[0].more is not None
+        return self.wanted, 0 if chosen is None else chosen.shape[1], grows
 
     @property
     def tokens(self) -> int:
@@ -65,8 +69,11 @@ class ServingModel:
         max_length: int,
         token_budget: int | None = None,
         half_states: bool = True,
+        cache_bytes: int | None = None,
     ) -> None:
-        """`half_states`: hidden states of a model in float32 are sent in 16 bits (`wire.half_states`)."""
+        """`half_states`: hidden states of a model in float32 are sent in 16 bits (`wire.half_states`). `cache_bytes`: for keys
+        and values of answers that clients follow; None: half of what is free on an accelerator, 2 GB on a CPU.
+        """
         self.vocab_size, self.max_length, self.half_states = vocab_size, max_length, half_states
         precision = default_head_precision(model)
         self.scorer = LocalScorer(model, vocab_size=vocab_size, token_budget=token_budget, head_precision=precision)
@@ -74,12 +81,15 @@ class ServingModel:
         # Models that do more to their logits than a product (soft caps) are found out before they score.
         ids = torch.randint(vocab_size, (min(32, max_length),), generator=torch.Generator().manual_seed(0))
         self.scorer.check_head(Sequences.build([ids[:1]], [ids[1:]]))
+        follower, device = self.scorer.follow(), self.scorer.lm.device
+        size = devices.cache_bytes(device, CACHE_SHARE) if cache_bytes is None else cache_bytes
+        self.growing = KeptSequences(follower, size // follower.token_bytes)
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._held: _Job | None = None
         threading.Thread(target=self._work, daemon=True).start()
 
     def score(self, sequences: list[TokenSequence], wanted: Wanted = NOTHING, *, draw: bool = False) -> Scored:
-        """Wait for the scores; called from any thread."""
+        """Wait for the scores; called from any thread. All sequences grow (`TokenSequence.more`), or none."""
         job = _Job(sequences, wanted, draw)
         self._jobs.put(job)
         return job.future.result()
@@ -124,6 +134,8 @@ class ServingModel:
 
     def _look(self, jobs: list[_Job]) -> list[TokenScores]:
         sequences = [sequence for job in jobs for sequence in job.sequences]
+        if sequences[0].more is not None:
+            return self.growing.scores(sequences, jobs[0].wanted)
         chosen = [sequence.chosen for sequence in sequences if sequence.chosen is not None]
         return self.scorer.look([_rollout(one) for one in sequences], jobs[0].wanted, chosen or None)
 

@@ -97,12 +97,24 @@ def _sequences(tensors: dict[str, Tensor], model: ServingModel) -> list[TokenSeq
         )
     given: list[Tensor | None] = [None] * len(counts) if chosen is None else list(chosen.long().split(counts))
     found, first = [], 0
-    for length, start, one in zip(lengths, starts, given, strict=True):
+    for length, start, one, more in zip(lengths, starts, given, _more(tensors, len(lengths)), strict=True):
         part = ids[first : first + length]
         check_ids(part, model)
-        found.append(TokenSequence(tuple(part), start, one))
+        found.append(TokenSequence(tuple(part), start, one, more))
         first += length
     return found
+
+
+def _more(tensors: dict[str, Tensor], count: int) -> list[bool] | list[None]:
+    """Of which sequences more will come; None: the request is about whole ones."""
+    more = tensors.get("more")
+    if more is None:
+        return [None] * count
+    if more.dtype != torch.int32 or more.shape != (count,):
+        raise RefusalError(400, f"more is {more.dtype} {list(more.shape)}: it must be int32, one for each sequence")
+    if "chosen" in tensors:
+        raise RefusalError(400, "chosen ids are scored in whole sequences only, not in those that grow: leave `more` out")
+    return [bool(one) for one in more.tolist()]
 
 
 def _written(found: TokenScores, model: ServingModel) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """How `iwopd serve-teacher` and its clients write numbers: safetensors, with what else is to say as JSON in its metadata.
 
-    POST /v1/iwopd/scores   ids int32 [M], lengths and starts int32 [B], chosen int32 [N, K]; metadata: model, wanted
+    POST /v1/iwopd/scores   ids int32 [M], lengths and starts int32 [B], chosen int32 [N, K], more int32 [B]; metadata: model,
+                            wanted. `more`: these sequences grow, and more of those with 1 will come
       -> ids and lengths as they were, and of the N tokens from `start` on what was wanted (`algo.views.TokenScores`)
     POST /v1/iwopd/matrix   JSON: model, rows [first, last)
       -> these rows of the output matrix (and its bias); metadata: its whole shape, dtype and SHA-256

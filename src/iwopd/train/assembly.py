@@ -32,7 +32,8 @@ from iwopd.rope import fix_rope
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.attention import flash_refuses
-from iwopd.train.kept_states import keeps_states
+from iwopd.train.horizon import check_following, horizon_refuses
+from iwopd.train.kept_states import KEPT_STATES, followed_for, keeps_states
 from iwopd.train.learner import Learner
 from iwopd.train.loading import (
     check_trainable,
@@ -86,6 +87,8 @@ class Parts:
     """The teacher scores finished answers while others are being written."""
     teacher_wanted: Wanted
     """What it is asked for beside log-probs."""
+    followed: Wanted
+    """The same of a teacher that follows answers: which ids the student finds likeliest is not known yet."""
     rewards: Rewards | None = None
     """Who judges the rollouts; None: nobody."""
 
@@ -103,7 +106,7 @@ class Parts:
 
 def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener | None = None) -> Parts:
     """Load or train the models and build everything from them."""
-    for refused in (*flash_refuses(config), *reward_refuses(config)):
+    for refused in (*flash_refuses(config), *reward_refuses(config), *horizon_refuses(config)):
         raise ConfigError(f"{refused.message}: {refused.remedy}")
     check_trainable(config)
     if config.threads is not None:
@@ -140,9 +143,12 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator)
     scorers = {"student": student_scorer, "teacher": teacher_scorer, "reference": reference_scorer}
     heads = check_heads(scorers, order.prompts)
+    check_following(config, teacher_scorer, order.prompts)
     objective = config.method.made
     whole = _whole_distributions(config, teacher_scorer)
-    most = config.rollout.prompts_per_step * config.rollout.samples * max_tokens * (whole.state_bytes if whole else 0)
+    most_tokens = config.rollout.prompts_per_step * config.rollout.samples * max_tokens
+    most = most_tokens * (whole.state_bytes if whole else 0)
+    most_states = most_tokens * 4 * (teacher.config.get_text_config().hidden_size if teacher is not None else 0)
     again = whole is not None and whole.model is not None
     states = keeps_states(objective, again=again, most=most, ranks=ranks.count)
     wanted = replace(objective.asks.teacher, states=states)
@@ -174,6 +180,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
             max_response=max_tokens,
             score_early=scores_early(config) and not objective.asks.student_first,
             teacher_wanted=wanted,
+            followed=followed_for(wanted, keeps=teacher_scorer.whole_distribution is not None and most_states <= KEPT_STATES),
             rewards=rewards,
         )
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from iwopd.algo.objectives import Objective
+from iwopd.algo.views import NOTHING, Wanted
 
 KEPT_STATES = 2**31
 """Bytes of the teacher's hidden states that a step may keep in main memory; beyond, the teacher reads the batch twice."""
@@ -16,6 +17,15 @@ def keeps_states(objective: Objective, *, again: bool, most: float, ranks: int) 
         return False
     needed_now = objective.needs_whole_kl or not again
     return needed_now or (ranks == 1 and most <= KEPT_STATES)
+
+
+def followed_for(wanted: Wanted, *, keeps: bool) -> Wanted:
+    """What a teacher that follows answers is asked for. Ids that are chosen later are scored from its states, if it `keeps`
+    them; else it reads the answers again.
+    """
+    if not wanted.chosen:
+        return wanted
+    return Wanted(states=True) if keeps else NOTHING
 
 
 def kept_bytes(objective: Objective, *, tokens: int, state: int, ranks: int = 1) -> float:

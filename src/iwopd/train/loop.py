@@ -11,6 +11,7 @@ from iwopd.train.assembly import Parts
 from iwopd.train.card import model_card
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.evaluation import evaluate_tasks, is_due, keep_best
+from iwopd.train.horizon import stops_at_once
 from iwopd.train.interrupts import interrupts
 from iwopd.train.kept import dump_skipped
 from iwopd.train.metrics import Clock, step_metrics
@@ -33,11 +34,14 @@ def train(
             check_engine(config, parts, state.step + 1)
         if _evaluate(config, parts, run, tracker, state):  # before the first step, or what an interrupted one left out
             save(config, parts, run, store, state)
-        for step in range(state.step + 1, config.steps + 1):
-            stats = take_step(config, parts, run, step)
-            state.finished(step, int(stats.metrics["update/skipped"]))
+        first = state.step + 1
+        for step in range(first, config.steps + 1):
+            stats = take_step(config, parts, run, step, state.prompts(config.rollout.horizon.made.tokens_per_step))
+            state.finished(stats)
             tracker.step(stats)
             if parts.rewards and (notice := parts.rewards.notice()):
+                tracker.say(notice)
+            if step == first and (notice := stops_at_once(config, stats)):
                 tracker.say(notice)
             better = _evaluate(config, parts, run, tracker, state)
             if state.skipped_in_a_row >= MOST_SKIPPED:
@@ -56,10 +60,10 @@ def train(
     return state
 
 
-def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> StepStats:
-    """One step: write, score, weigh, update."""
+def take_step(config: Config, parts: Parts, run: RunDirectory, step: int, prompts: int | None = None) -> StepStats:
+    """One step: write, score, weigh, update. `prompts`: how many, if not the usual."""
     clock, objective = Clock(), parts.objective
-    written = write_rollouts(config, parts, step)
+    written = write_rollouts(config, parts, step, prompts)
     clock.lap("rollout")
     scored = score_step(config, parts, written, step)
     mismatch = {} if parts.engine.exact else mismatch_metrics(config, parts, scored.batch, step)
@@ -71,7 +75,7 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int) -> Ste
     clock.lap("update")
     if update.skipped and parts.ranks.is_main:
         dump_skipped(run.path, scored.batch, {**columns, "weights": signal.weights[scored.batch.mask]}, step)
-    metrics = step_metrics(scored, signal, written.rollouts, update, objective) | mismatch
+    metrics = step_metrics(scored, signal, written, update, objective) | mismatch
     skipped = update.skipped > 0
     return StepStats(step, update.loss, update.grad_norm, update.tokens, len(written.rollouts), skipped, clock.laps, metrics)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,9 +11,9 @@ from iwopd import algo
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import Objective, TrainingSignal
 from iwopd.train.learner import Update
-from iwopd.types import Rollout
 
 if TYPE_CHECKING:
+    from iwopd.train.pipeline import Written
     from iwopd.train.scoring import ScoredStep
 
 POSITION_BINS = 10
@@ -34,14 +33,19 @@ class Clock:
 
 
 def step_metrics(
-    scored: ScoredStep, signal: TrainingSignal, rollouts: Sequence[Rollout], update: Update, objective: Objective
+    scored: ScoredStep, signal: TrainingSignal, written: Written, update: Update, objective: Objective
 ) -> dict[str, Any]:
     """What happened in a step, by name."""
+    rollouts = written.rollouts
     lengths = [len(rollout) for rollout in rollouts]
     return {
+        "tokens_written": sum(lengths),
+        "prompts": len({rollout.prompt.id for rollout in rollouts}),
         "rollout/length_mean": sum(lengths) / len(lengths),
         "rollout/length_max": max(lengths),
         "rollout/truncated": sum(rollout.stop_reason == "length" for rollout in rollouts) / len(rollouts),
+        "rollout/stopped": sum(rollout.stop_reason == "horizon" for rollout in rollouts) / len(rollouts),
+        **({} if written.overrun is None else {"rollout/overrun": written.overrun}),
         "rollout/entropy_sampled": -mean(scored.evidence.old_logprobs[signal.mask]),
         "teacher/floored": scored.floored,
         "update/padding_waste": update.padding_waste,

@@ -8,18 +8,19 @@ Early scores are worth it where the teacher computes elsewhere (a server); in on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.background import in_background
 from iwopd.rollout.sampler import Sampler
-from iwopd.teacher.scorer import Scorer
+from iwopd.teacher.scorer import HasModel, Scorer
 from iwopd.train.checking import Checking, Judged
 from iwopd.train.ranks import Ranks
+from iwopd.train.watching import Watching
 from iwopd.types import Prompt, Rollout
 
 Result = TypeVar("Result")
@@ -61,6 +62,13 @@ class Scoring:
         return scores
 
 
+class Scores(Protocol):
+    """A teacher that is at work on the rollouts while they are written."""
+
+    def scores(self) -> list[TokenScores]:
+        """Of all rollouts, in their order; waits for them."""
+
+
 @dataclass
 class Written:
     """The rollouts of a step, with the teacher's log-probs of this rank's share still under way."""
@@ -69,7 +77,7 @@ class Written:
     """Of all ranks."""
     _scorer: Scorer
     _ranks: Ranks
-    _scoring: Scoring | None
+    _scoring: Scores | None
     """Of this rank's rollouts; None: nothing was begun."""
     _samples: int
     """Rollouts per prompt."""
@@ -77,6 +85,10 @@ class Written:
     """What the teacher is asked for."""
     _checking: Checking | None = None
     """Of this rank's rollouts; None: nobody judges."""
+    _head: HasModel | None = None
+    """Whose output matrix makes scores of the states that were kept of the answers; None: nobody's."""
+    overrun: int | None = None
+    """Tokens that were written past the places where answers stopped, and dropped; None: none could stop."""
 
     def teacher_scores(self, rollouts: Sequence[Rollout], chosen: Sequence[Tensor] | None = None) -> list[TokenScores]:
         """Of some of the step's rollouts; `chosen` [T, K] are ids per token that the teacher is asked about.
@@ -84,9 +96,27 @@ class Written:
         Called by all ranks together; waits for the teacher.
         """
         scoring = self._scoring
-        if scoring is None:  # no overlap: only what is asked for is scored
+        if scoring is None or (chosen is not None and self._head is None):  # nothing was begun, or cannot be finished
             return look(self._scorer, self._ranks, rollouts, self._wanted, chosen)
-        return self._of(rollouts, scoring.scores)
+        found = self._of(rollouts, scoring.scores)
+        return found if chosen is None else self._of_states(rollouts, found, chosen)
+
+    def _of_states(
+        self, rollouts: Sequence[Rollout], found: Sequence[TokenScores], chosen: Sequence[Tensor]
+    ) -> list[TokenScores]:
+        """What the teacher's head says of chosen ids, from the states that it had while it followed the answers."""
+
+        def work(places: Sequence[int]) -> list[TokenScores]:
+            scores = []
+            for place in places:
+                states = found[place].states
+                assert self._head is not None
+                assert states is not None
+                ids = rollouts[place].response_ids
+                scores.append(self._head.lm.head_scores(states, ids, self._wanted, chosen[place]).cpu())
+            return scores
+
+        return self._ranks.share(range(len(rollouts)), work)
 
     def judged(self, rollouts: Sequence[Rollout]) -> list[Judged]:
         """What the checker said of some of the step's rollouts. Called by all ranks together; waits for it."""
@@ -130,23 +160,39 @@ def write_step(
     score_early: bool = False,
     wanted: Wanted = NOTHING,
     checking: Checking | None = None,
+    limit: int | None = None,
+    watching: Watching | None = None,
+    head: HasModel | None = None,
 ) -> Written:
     """Rollouts of all prompts, each rank writing its share; with `score_early` the teacher begins while others are written.
 
-    `wanted` is what the teacher is asked for beside log-probs; `checking` hears of every rollout as it is finished.
+    `wanted` is what the teacher is asked for beside log-probs; `checking` hears of every rollout as it is finished. Of a
+    horizon: `limit`, most tokens of an answer, or `watching`, the teacher who follows the answers and stops some; `head`: with
+    what its states become scores of ids that are chosen later.
     """
-    scoring = Scoring(scorer, wanted) if score_early else None
+    scoring = Scoring(scorer, wanted) if score_early and watching is None else None
     listeners = [one for one in (scoring, checking) if one is not None]
+
+    def reached(rollout: Rollout) -> Rollout:
+        """An answer that ends at the limit has reached the horizon: it was not cut off."""
+        return replace(rollout, stop_reason="horizon") if limit and rollout.stop_reason == "length" else rollout
 
     def finished(place: int, rollout: Rollout) -> None:
         for one in listeners:
-            one.add(place, rollout)
+            one.add(place, reached(rollout))
 
     def work(mine: Sequence[Prompt]) -> list[Rollout]:
+        limits = None if limit is None else [limit] * len(mine)
+        heard = finished if listeners else None
         try:
-            return sampler.sample(mine, seed=seed, step=step, samples=samples, finished=finished if listeners else None)
+            written = sampler.sample(
+                mine, seed=seed, step=step, samples=samples, max_tokens=limits, finished=heard, watcher=watching
+            )
+            return [reached(rollout) for rollout in written]
         finally:
             for one in listeners:
                 one.close()
 
-    return Written(ranks.share(prompts, work), scorer, ranks, scoring, samples, wanted, checking)
+    rollouts = ranks.share(prompts, work)
+    overrun = None if watching is None else sum(ranks.gather(sampler.overrun))
+    return Written(rollouts, scorer, ranks, watching or scoring, samples, wanted, checking, head, overrun)

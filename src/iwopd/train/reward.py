@@ -79,8 +79,8 @@ class Rewards:
         return Checking(self.judge, workers=self.settings.workers or usable_cores(), timeout=self.settings.timeout)
 
     def judge(self, rollout: Rollout) -> Judged:
-        """One rollout's verdict. What was cut off and does not teach is not judged either."""
-        if rollout.stop_reason == "length" and not self.cut_off_counts:
+        """One rollout's verdict. What was cut off and does not teach is not judged, nor is an answer without its end."""
+        if rollout.stop_reason == "horizon" or (rollout.stop_reason == "length" and not self.cut_off_counts):
             return Judged(math.nan)
         text = str(self.tokenizer.decode(rollout.response_ids, skip_special_tokens=True))  # as in an evaluation
         verdicts = self.checker.check([rollout.prompt], [text])

@@ -13,6 +13,7 @@ from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import Objective, TrainingSignal
 from iwopd.algo.views import TokenScores
 from iwopd.config import Config
+from iwopd.rollout.horizons import Drift
 from iwopd.teacher.scorer import OutputMatrix
 from iwopd.train.assembly import Parts
 from iwopd.train.learner import ForwardPass
@@ -20,6 +21,7 @@ from iwopd.train.micro_batch import STATES
 from iwopd.train.pipeline import Written, look, write_step
 from iwopd.train.reward import StepRewards
 from iwopd.train.state import TrainingStoppedError
+from iwopd.train.watching import Watching
 from iwopd.types import Rollout, ScoredRollout, TokenBatch, number_prompts
 
 
@@ -38,11 +40,13 @@ class ScoredStep:
     """What the checker said, if there is one; it is part of the evidence."""
 
 
-def write_rollouts(config: Config, parts: Parts, step: int) -> Written:
-    """The rollouts of a step; teacher and checker may be at work on them already."""
+def write_rollouts(config: Config, parts: Parts, step: int, prompts: int | None = None) -> Written:
+    """The rollouts of a step; teacher and checker may be at work on them already. `prompts`: how many, if not the usual."""
     parts.before_writing()
+    horizon = config.rollout.horizon.made
+    limit = horizon.limit(parts.max_response, training_progress(step, config.steps))
     return write_step(
-        parts.order.batch(step),
+        parts.order.batch(step) if prompts is None else parts.order.some(step, prompts),
         parts.sampler,
         parts.teacher_scorer,
         parts.ranks,
@@ -52,6 +56,9 @@ def write_rollouts(config: Config, parts: Parts, step: int) -> Written:
         score_early=parts.score_early,
         wanted=parts.teacher_wanted,
         checking=parts.rewards.begin() if parts.rewards else None,
+        limit=limit if limit < parts.max_response else None,
+        watching=Watching(horizon, parts.teacher_scorer.follow(parts.followed)) if isinstance(horizon, Drift) else None,
+        head=parts.teacher_scorer.whole_distribution if parts.followed.states else None,
     )
 
 
@@ -68,7 +75,7 @@ def score_step(config: Config, parts: Parts, written: Written, step: int) -> Sco
     batch = TokenBatch.collate(scored, correct_rollouts=not parts.engine.exact)
     mask = batch.mask
     if config.rollout.truncated == "mask":
-        mask = mask & torch.tensor([rollout.stop_reason == "eos" for rollout in kept])[:, None]
+        mask = mask & torch.tensor([rollout.stop_reason != "length" for rollout in kept])[:, None]
     evidence = evidence_of(batch, mask=mask, progress=training_progress(step, config.steps))
     rewards = parts.rewards.step(evidence, kept, lambda: written.judged(kept)) if parts.rewards else None
     return ScoredStep(batch, rewards.evidence if rewards else evidence, forward, count, rewards)
@@ -162,7 +169,7 @@ def _kept(config: Config, rollouts: Sequence[Rollout]) -> list[Rollout]:
             "nothing is left to train on. Raise rollout.max_tokens, or keep them",
             exit_code=1,
         )
-    return [rollout for rollout in rollouts if truncated != "drop" or rollout.stop_reason == "eos"]
+    return [rollout for rollout in rollouts if truncated != "drop" or rollout.stop_reason != "length"]
 
 
 def training_progress(step: int, steps: int) -> float:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from iwopd.errors import UserError
+from iwopd.types import StepStats
+
+CATCH_UP = 4
+"""Steps over which a budget of tokens is balanced: at once, the second step would be far larger than the others."""
 
 
 class TrainingStoppedError(UserError, RuntimeError):
@@ -25,10 +29,28 @@ class TrainingState:
     best: float | None = None
     """Highest accuracy of the task that `checkpoint.best` names, and the step it was reached at."""
     best_step: int | None = None
+    tokens_written: int = 0
+    """By the student, in training."""
+    tokens_per_prompt: float | None = None
+    """Of the last step."""
 
-    def finished(self, step: int, skipped: int) -> None:
-        """A step is done; `skipped` of its updates did not touch the weights."""
-        self.step, self.skipped = step, self.skipped + skipped
+    def prompts(self, tokens_per_step: int | None) -> int | None:
+        """How many prompts the next step takes so that the run writes so many tokens a step; None: the usual number.
+
+        What earlier steps wrote too little or too much is made up for over the next few.
+        """
+        if tokens_per_step is None or self.tokens_per_prompt is None:
+            return None
+        behind = tokens_per_step * self.step - self.tokens_written
+        return max(1, round((tokens_per_step + behind / CATCH_UP) / self.tokens_per_prompt))
+
+    def finished(self, stats: StepStats) -> None:
+        """A step is done; some of its updates may not have touched the weights."""
+        skipped = int(stats.metrics["update/skipped"])
+        self.step, self.skipped = stats.step, self.skipped + skipped
+        tokens = int(stats.metrics["tokens_written"])
+        self.tokens_written += tokens
+        self.tokens_per_prompt = tokens / max(1, int(stats.metrics["prompts"]))
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
     def note(self, step: int, accuracy: float | None) -> bool:

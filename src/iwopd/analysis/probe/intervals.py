@@ -75,6 +75,19 @@ class Bootstrap:
         return {"mean": resampled[0], "low": low, "high": high}
 
 
+def jackknife(statistic: Callable[[Tensor], float], count: int) -> Estimate:
+    """A statistic of `count` batches, given by their numbers, with Student's t interval of its jackknife pseudo-values."""
+    numbers = torch.arange(count)
+    whole = statistic(numbers)
+    if count < 3:
+        return Estimate(mean=whole)
+    pseudo = [count * whole - (count - 1) * statistic(numbers[numbers != left]) for left in range(count)]
+    if any(map(math.isnan, pseudo)):  # without one of the batches there is nothing to measure
+        return Estimate(mean=whole)
+    half = t_quantile(LEVEL, count - 1) * float(torch.tensor(pseudo, dtype=torch.float64).std()) / math.sqrt(count)
+    return Estimate(mean=whole, low=whole - half, high=whole + half)
+
+
 def over_batches(values: Sequence[float]) -> Estimate:
     """Mean of one number per batch with Student's t interval; batches without one (NaN) are left out."""
     found = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)

@@ -16,6 +16,7 @@ from iwopd.analysis.probe.result import (
     Curve,
     Estimate,
     Handoff,
+    Horizons,
     Likelihood,
     Positions,
     Probe,
@@ -42,14 +43,15 @@ def print_probe(probe: Probe, console: Console) -> None:
         "likelihood": _likelihood,
         "rules": _rules,
         "alignment": _alignment,
+        "horizons": _horizons,
     }
     for name, show in shows.items():
         if (part := getattr(probe, name)) is not None:
             console.print()
             console.print(show(part))
-    if probe.alignment is not None and probe.alignment.verdicts:
-        console.print()
-        console.print(_verdicts(probe.alignment))
+        if name == "alignment" and probe.alignment is not None and probe.alignment.verdicts:
+            console.print()
+            console.print(_verdicts(probe.alignment))
     console.print()
     for name, reason in probe.missing.items():
         console.print(Text(f"not measured: {name} ({reason})"))
@@ -58,6 +60,10 @@ def print_probe(probe: Probe, console: Console) -> None:
     console.print(Text(f"Verdict: {probe.bias}", style="bold"))
     for sentence in probe.verdict:
         console.print(Text(sentence))
+    if probe.horizons is not None and (proposal := probe.horizons.proposal) is not None:
+        console.print(Text(proposal.words))
+        if proposal.section["type"] != "full":
+            console.print(Text(proposal.toml))
 
 
 def bar(value: float | None, most: float, width: int = BAR) -> str:
@@ -139,6 +145,27 @@ def _verdicts(part: Alignment) -> Table:
     table = _table(title, "update", "right", "wrong", "wrong minus right")
     for row in part.verdicts:
         table.add_row(row.title, row.right.plus_minus(), row.wrong.plus_minus(), row.difference.plus_minus(sign="+"))
+    return table
+
+
+def _horizons(part: Horizons) -> Table:
+    methods = part.horizons[0].methods
+    solved = any(one.solutions is not None for one in methods)
+    words = ("kept", "noise", "solutions") if solved else ("kept", "noise")
+    title = f"Answers that stop earlier, and what is left of the update, {part.batches} batches of {part.batch_prompts} prompts"
+    table = _table(title, "horizon", "tokens, %", "prompts", *(f"{one.title}: {word}" for one in methods for word in words))
+    for row in part.horizons:
+        cells = []
+        for one in row.methods:
+            cells += [one.kept.plus_minus(form=".2f"), _number(one.noise_at_equal_tokens, ".2f")]
+            cells += [one.solutions.plus_minus(form=".2f")] if one.solutions is not None else []
+        table.add_row(row.title, row.written.plus_minus(100, ".1f"), f"x {_number(row.prompts, '.2f')}", *cells)
+    table.caption = (
+        "tokens: written; prompts: how many times as many they would pay for. kept: cosine of the expected update with that of "
+        "full rollouts; noise: over signal, with so many prompts"
+    )
+    table.caption += "; solutions: cosine with the way to them" if solved else ""
+    table.caption_justify = "left"
     return table
 
 

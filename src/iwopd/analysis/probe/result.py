@@ -17,8 +17,12 @@ from iwopd.filesystem import write_atomic
 
 FORMAT = 1
 PROBE_FILE = "probe.json"
-MEASURED = ("handoff", "positions", "drift", "overlap", "likelihood", "rules", "alignment")
+MEASURED = ("handoff", "positions", "drift", "overlap", "likelihood", "rules", "alignment", "horizons")
 """Parts of a probe, each of which may be missing."""
+KEPT = 0.9
+"""Least cosine of a proposed horizon's expected update with that of full rollouts, at the lower end of its interval. To first
+order, a step of equal length along an update gains its cosine of what the full one gains on the same loss: at most a tenth is
+given up."""
 Bias = Literal["strong", "moderate", "none", "unclear", "unmeasurable"]
 
 
@@ -216,6 +220,74 @@ class Alignment(Part):
     """Right rollouts of all batches that were compared with as many wrong ones."""
 
 
+class KeptUpdate(Part):
+    """What is left of a method's update where a horizon has cut the rollouts."""
+
+    key: str
+    title: str
+    kept: Estimate
+    """Cosine of the expected update with that of full rollouts, from products of different batches: noise is not in it."""
+    in_batch: Estimate
+    """Cosine with the update on the same rollouts in full, batch by batch: what the noise of late tokens was counts as lost."""
+    noise: Number
+    """Noise over signal of a batch's update."""
+    noise_at_equal_tokens: Number
+    """The same, if the saved tokens were spent on more prompts."""
+    solutions: Estimate | None = None
+    """Cosine with the way to correct solutions, where there are some."""
+    change: Estimate | None = None
+    """Its difference to full rollouts, paired by batch."""
+
+
+class HorizonEffect(Part):
+    """What a horizon would leave of these rollouts, which were written to the end."""
+
+    key: str
+    title: str
+    section: dict[str, Any]
+    """As `[rollout.horizon]` has it."""
+    written: Estimate
+    """Share of all tokens."""
+    stopped: Estimate
+    """Share of the rollouts that it ends."""
+    prompts: Number
+    """How many times as many prompts the same tokens pay for."""
+    lengths: list[Number]
+    """Quantiles of the written lengths, at the levels of `Horizons.levels`."""
+    methods: list[KeptUpdate]
+
+    def of(self, method: str) -> KeptUpdate | None:
+        return next((one for one in self.methods if one.key == method), None)
+
+
+class Proposal(Part):
+    """The cheapest horizon that keeps a method's update, or full rollouts."""
+
+    method: str
+    section: dict[str, Any]
+    """`[rollout.horizon]`, ready to use."""
+    written: Number
+    """Share of the tokens; of a growing horizon, over training."""
+    words: str
+
+    @property
+    def toml(self) -> str:
+        """The section, as a recipe has it."""
+        values = {name: f'"{value}"' if isinstance(value, str) else value for name, value in self.section.items()}
+        return "\n".join(["[rollout.horizon]", *(f"{name} = {value}" for name, value in values.items())])
+
+
+class Horizons(Part):
+    batches: int
+    batch_prompts: int
+    mean_tokens: float
+    """Of a whole answer."""
+    levels: list[float]
+    horizons: list[HorizonEffect]
+    """Full rollouts first."""
+    proposal: Proposal | None = None
+
+
 class Rollouts(Part):
     """What everything was measured on."""
 
@@ -245,6 +317,7 @@ class Probe(Part):
     likelihood: Likelihood | None = None
     rules: Rules | None = None
     alignment: Alignment | None = None
+    horizons: Horizons | None = None
     bias: Bias = "unmeasurable"
     verdict: list[str] = Field(default_factory=list)
     seconds: dict[str, float] = Field(default_factory=dict)

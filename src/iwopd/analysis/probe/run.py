@@ -15,9 +15,11 @@ import iwopd
 from iwopd import algo
 from iwopd.analysis.handoff import handoff_scores, text_of
 from iwopd.analysis.probe.alignment import REGIONS, SIDES, AlignmentBatch, measure_alignment
+from iwopd.analysis.probe.horizons import METHODS, measure_horizons, probe_cuts
 from iwopd.analysis.probe.inputs import Material, Pair
 from iwopd.analysis.probe.intervals import Bootstrap
 from iwopd.analysis.probe.positions import measure_drift, measure_likelihood, measure_positions, measure_top_k_overlap
+from iwopd.analysis.probe.proposal import propose
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Part, Probe, ProbeError, Rollouts
 from iwopd.analysis.probe.rules import iw_key, measure_rules, probe_rules
 from iwopd.analysis.probe.scoring import Tokens, score_tokens, with_verdicts
@@ -82,7 +84,10 @@ class _Run:
             **self.parts,
         )
         bias, sentences = judge(probe, self.settings.gamma)
-        return probe.model_copy(update={"bias": bias, "verdict": sentences})
+        part = probe.horizons
+        if part is not None:
+            part = part.model_copy(update={"proposal": propose(part, bias, self.settings.max_tokens)})
+        return probe.model_copy(update={"bias": bias, "verdict": sentences, "horizons": part})
 
     def _sample(self) -> list[Rollout]:
         prompts = self.material.prompts
@@ -208,32 +213,47 @@ class _Run:
                 advance(1)
         if "positions" in self.parts:
             self.parts["drift"] = drift
-        if "alignment" not in self.missing and (batches := self._batches(tokens, answers)):
+        batches = self._batches(tokens, answers)
+        if "alignment" not in self.missing and batches:
             split = [key for key in ("opd", iw_key(settings.gamma), "survival") if key in {rule.key for rule in self.rules}]
             split = split if tokens.correct is not None else []
             directions = len(self.rules) + len(REGIONS) + len(SIDES) * len(split)
             with self._stage("alignment", len(batches) * directions):
                 self.parts["alignment"] = measure_alignment(self.student, batches, self.rules, drift, split, advance)
+        if "horizons" not in self.missing:
+            self._horizons(tokens, bootstrap, batches)
+
+    def _horizons(self, tokens: Tokens, bootstrap: Bootstrap, batches: Sequence[AlignmentBatch]) -> None:
+        rules = [rule for rule in self.rules if rule.key in METHODS]
+        cuts = len(probe_cuts(float(tokens.mask.sum(-1).double().mean())))
+        with self._stage("horizons", len(batches) * cuts * len(rules)):
+            found = measure_horizons(self.student, tokens, bootstrap, batches, rules, self.progress.advance)
+        self.parts["horizons"] = found
 
     def _batches(self, tokens: Tokens, answers: Sequence[Rollout]) -> list[AlignmentBatch]:
-        """Batches of different prompts that have solutions, all rollouts of a prompt in one batch."""
-        rows: dict[str, list[int]] = {}
-        for row, rollout in enumerate(answers):
-            if rollout.prompt.id in self.material.solutions:
-                rows.setdefault(rollout.prompt.id, []).append(row)
-        if not rows:
+        """Batches of different prompts, all rollouts of a prompt in one batch; prompts with solutions, where there are some."""
+        if self.missing.keys() >= {"alignment", "horizons"}:
+            return []
+        solved = [row for row, rollout in enumerate(answers) if rollout.prompt.id in self.material.solutions]
+        if not solved:
             self._miss(["alignment"], "there are no correct solutions: add the field 'solution' to the data")
+        rows: dict[str, list[int]] = {}
+        for row in solved or range(len(answers)):
+            rows.setdefault(answers[row].prompt.id, []).append(row)
+        if self.missing.keys() >= {"alignment", "horizons"}:
             return []
         count = min(self.settings.batches, len(rows))
         size = min(self.settings.batch_prompts, len(rows) // count)
         if size < self.settings.batch_prompts:
-            self.notes.append(f"{len(rows)} prompts have solutions: gradient alignment over {count} batches of {size} prompts")
+            which = f"{len(rows)} prompts have solutions" if solved else f"there are {len(rows)} prompts"
+            self.notes.append(f"{which}: gradients over {count} batches of {size} prompts")
         groups = [list(rows)[start * size : (start + 1) * size] for start in range(count)]
         return [self._batch(tokens, answers, [row for id_ in group for row in rows[id_]]) for group in groups]
 
     def _batch(self, tokens: Tokens, answers: Sequence[Rollout], rows: list[int]) -> AlignmentBatch:
         rollouts = [answers[row] for row in rows]
-        solutions = {id_: torch.tensor(self.material.solutions[id_]) for id_ in (rollout.prompt.id for rollout in rollouts)}
+        known, asked = self.material.solutions, dict.fromkeys(rollout.prompt.id for rollout in rollouts)
+        solutions = {id_: torch.tensor(known[id_]) for id_ in asked if id_ in known}
         return AlignmentBatch(rollouts, tokens.part(rows), solutions)
 
     def _lm(self, model: Any) -> ResponseModel:

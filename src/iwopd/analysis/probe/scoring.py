@@ -79,6 +79,13 @@ class Tokens:
             **values,
         )
 
+    def cut(self, lengths: Tensor) -> Tokens:
+        """The same with only the first `lengths` [B] tokens of each rollout. One that is cut has no answer to judge."""
+        kept = torch.arange(self.mask.shape[1]) < lengths[:, None]
+        whole = lengths >= self.mask.sum(-1)
+        correct = None if self.correct is None else torch.where(whole, self.correct, math.nan)
+        return replace(self, mask=self.mask & kept, correct=correct)
+
 
 def evidence_key(name: str, objective: Objective) -> Key:
     return name, {"top_overlap": objective.overlap_k, "kl": objective.kl_k}.get(name, 0)

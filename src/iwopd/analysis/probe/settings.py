@@ -11,7 +11,7 @@ from iwopd.analysis.handoff import FRACTIONS
 from iwopd.analysis.probe.result import ProbeError
 from iwopd.rollout.engine import LOCAL, EngineChoice
 
-PARTS = ("handoff", "positions", "overlap", "likelihood", "rules", "alignment")
+PARTS = ("handoff", "positions", "overlap", "likelihood", "rules", "alignment", "horizons")
 """What can be left out with --skip. `positions` includes the drift."""
 
 

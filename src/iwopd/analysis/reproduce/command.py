@@ -15,6 +15,7 @@ from iwopd.analysis.probe.inputs import open_pair, world_material
 from iwopd.analysis.probe.result import Probe, read_probe, write_probe
 from iwopd.analysis.probe.run import run_probe
 from iwopd.analysis.probe.settings import ProbeSettings
+from iwopd.analysis.reproduce.horizons import halfway
 from iwopd.analysis.reproduce.items import ITEMS, Item
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import ItemSection, markdown, print_section
@@ -37,10 +38,12 @@ def reproduce(options: argparse.Namespace, console: Console) -> list[ItemSection
     """Make the runs that are missing, then print every item's section and write `results.json`."""
     items = _chosen(options.items)
     runs = _runs(options, items)
-    variants = list({id(variant): variant for item in items for variant in item.variants}.values())
+    variants = list({id(variant): variant for item in items for variant in item.trained(runs.world)}.values())
     probed = any(item.needs_probe for item in items)
     _train_models(runs, variants, need_pair=probed)
-    run_all(runs.all_planned(variants), at_a_time=options.jobs, console=console)
+    halved = [variant for item in items for variant in item.halved.get(runs.world, ())]
+    planned = runs.all_planned(variants) + halfway(runs).all_planned(halved)
+    run_all(planned, at_a_time=options.jobs, console=console)
     _measure_noise(runs, [variant for item in items for variant in item.noise_of], console)
     probes = {lineage: _probe(runs, lineage) for lineage in runs.lineages} if probed else {}
     sections = [item.section(runs, probes) for item in items]

@@ -6,11 +6,11 @@ P2 and P6 need no training; they come from `iwopd probe` on the same models (`pr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from iwopd.analysis.probe.result import Probe
-from iwopd.analysis.reproduce import objectives
+from iwopd.analysis.reproduce import horizons, objectives
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import ItemSection, Table, established, in_words, p, show, signed
 from iwopd.analysis.reproduce.variants import (
@@ -52,6 +52,8 @@ PAPER = {
     "p10": "Tab. 1-2: under OPD the stronger teacher is behind at step 10 and ahead at the end; IW-OPD removes the deficit",
     "own": "not in the paper: weights that fall with the nats already lost, not with their share",
     "objectives": "not in the paper: whole distributions instead of the sampled token, under the same weights",
+    "thresholds": "not in the paper: where answers stop; a search",
+    "horizons": "not in the paper: only what teaches is written",
     "divergences": "not in the paper: other divergences, and the likeliest ids only",
 }
 """What the paper shows, and where."""
@@ -72,10 +74,18 @@ class Item:
     lineages: int = 2
     seeds: int = 3
     """How many there are by default."""
+    by_world: Mapping[str, Sequence[Variant]] = field(default_factory=dict)
+    """Variants of an item that trains others in each world."""
+    halved: Mapping[str, Sequence[Variant]] = field(default_factory=dict)
+    """Further ones that need half of the steps only (`horizons.halfway`)."""
 
     @property
     def needs_probe(self) -> bool:
-        return not self.variants
+        return not (self.variants or self.by_world)
+
+    def trained(self, world: str) -> Sequence[Variant]:
+        """What must be trained for it in this world."""
+        return self.by_world.get(world, self.variants)
 
     def section(self, runs: Runs, probes: Probes) -> ItemSection:
         return self.read(self, runs, probes)
@@ -306,3 +316,15 @@ def _divergences(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     steps = _steps(runs)
     table, numbers = objectives.rates_table(runs, DIVERGENCES, steps)
     return item.make([table], objectives.at_their_best(runs, DIVERGENCES, steps[-1]), accuracy=numbers)
+
+
+@_item("thresholds", "where answers stop", by_world=horizons.searched(), lineages=2, seeds=1)
+def _thresholds(item: Item, runs: Runs, probes: Probes) -> ItemSection:
+    table, numbers = horizons.search_table(runs, _steps(runs))
+    return item.make([table], ["A search on lineages that no test uses: it chooses the default threshold."], rows=numbers)
+
+
+@_item("horizons", "answers that stop at drift", by_world=horizons.tested(), halved=horizons.halved(), lineages=4, seeds=1)
+def _horizons(item: Item, runs: Runs, probes: Probes) -> ItemSection:
+    table, numbers = horizons.bars_table(runs, _steps(runs))
+    return item.make([table], horizons.registered(runs), rows=numbers)

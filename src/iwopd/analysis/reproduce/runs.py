@@ -55,7 +55,7 @@ class Runs:
             "steps": self.steps,
             "threads": 1,
             "models": {"world": self.world, "lineage": lineage, **variant.models},
-            "rollout": {"prompts_per_step": self.prompts_per_step},
+            "rollout": {"prompts_per_step": self.prompts_per_step, **variant.rollout},
             "optim": {"lr": self.lr * variant.lr_factor},
             "eval": {"every": 10, "prompts": self.problems},
             "checkpoint": {"every": self.steps, "keep": 1},

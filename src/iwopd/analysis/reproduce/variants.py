@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from iwopd.methods import ALPHAS, METHODS, TITLES
@@ -17,6 +17,11 @@ class Variant:
     method: Mapping[str, Any] = field(default_factory=dict)
     lr_factor: float = 1.0
     models: Mapping[str, str] = field(default_factory=dict)
+    rollout: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_rollout(self, title: str, **settings: Any) -> Variant:
+        """The same with other settings of `[rollout]`."""
+        return replace(self, title=title, rollout={**self.rollout, **settings})
 
 
 def method(name: str) -> Variant:
@@ -41,7 +46,7 @@ DIVERGENCES = (KL, *(method(name) for name in ("forward-kl", "jsd", "top-k-kl"))
 
 def faster(variant: Variant, factor: float) -> Variant:
     """The same at another learning rate."""
-    return variant if factor == 1 else Variant(f"{variant.title}, lr x {factor:g}", variant.method, factor, variant.models)
+    return variant if factor == 1 else replace(variant, title=f"{variant.title}, lr x {factor:g}", lr_factor=factor)
 
 
 OPD_FASTER = faster(OPD, 1.25)
@@ -50,10 +55,10 @@ OPD_FASTER = faster(OPD, 1.25)
 def sized(variant: Variant, student: str) -> Variant:
     """The same with another student; the medium one is the world's own, so that its runs are shared."""
     models = {} if student == "medium" else {"student_size": student}
-    return Variant(f"{variant.title}, {student} student", variant.method, variant.lr_factor, models)
+    return replace(variant, title=f"{variant.title}, {student} student", models=models)
 
 
 def taught(variant: Variant, teacher: str) -> Variant:
     """The same with another teacher; the strong one is the world's own."""
     models = {} if teacher == "strong" else {"teacher_size": teacher}
-    return Variant(f"{variant.title}, {teacher} teacher", variant.method, variant.lr_factor, models)
+    return replace(variant, title=f"{variant.title}, {teacher} teacher", models=models)

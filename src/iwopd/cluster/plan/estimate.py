@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal
+from typing import Literal, get_type_hints
 
 from iwopd.cluster.plan import rates as known
 from iwopd.cluster.plan.gpus import GPUS, Gpu, PlanError
+from iwopd.cluster.plan.horizon import CutLengths, Priced, priced
 from iwopd.cluster.plan.layout import MOST_ROWS, Layout, layouts
 from iwopd.cluster.plan.rates import Rates
-from iwopd.cluster.plan.rollouts import answer_lengths, decode_seconds, step_seconds
+from iwopd.cluster.plan.rollouts import decode_seconds, step_seconds
 from iwopd.cluster.plan.work import all_flops, forward_flops, gathered_bytes
-from iwopd.cluster.plan.workload import Workload
-
-SAMPLE = 256
-"""Lengths that stand for all of a step where their order does not matter."""
+from iwopd.cluster.plan.workload import SAMPLE, Workload
+from iwopd.rollout.horizons import Drift
 
 Limit = Literal["tail", "cache", "bandwidth", "compute", "network", ""]
 
@@ -70,6 +69,10 @@ class Plan:
     slow: StepTime
     fitting: tuple[str, ...]
     """Where nothing fits: what would, as options of the command line."""
+    horizon: Priced
+    """How the horizon was priced: `work` and the times are with it."""
+    full: StepTime
+    """Typical, with answers to their end."""
 
     @property
     def fits(self) -> bool:
@@ -84,13 +87,26 @@ class Plan:
         return self.work.config.steps * time.total / 3600
 
 
-def make_plan(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Plan:
-    """The fastest layout that fits; where none does, the one that is nearest to it."""
+def make_plan(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, cut: Sequence[CutLengths] = ()) -> Plan:
+    """The fastest layout that fits; where none does, the one that is nearest to it. `cut`: what a probe knows of horizons."""
     best = _best(work, gpu, nodes, gpus_per_node)
+    horizon = priced(work, cut)
     cases = ((known.TYPICAL, 1.0), (known.FAST, 0.5), (known.SLOW, 2.0))
-    typical, fast, slow = (step_time(_other_length(work, factor), best, rates) for rates, factor in cases)
+
+    def over_training(rates: Rates, factor: float) -> StepTime:
+        return mean_time([step_time(_other_length(one, factor), best, rates) for one in horizon.steps])
+
+    typical, fast, slow = (over_training(rates, factor) for rates, factor in cases)
     fitting = () if best.fits else tuple(_alternatives(work, gpu, nodes, gpus_per_node))
-    return Plan(work, best, typical, fast, slow, fitting)
+    nobody = _best(horizon.whole, gpu, nodes, gpus_per_node) if work.follows else best  # no cache of a teacher
+    full = step_time(horizon.whole, nobody, known.TYPICAL)
+    return Plan(horizon.middle, best, typical, fast, slow, fitting, horizon, full)
+
+
+def mean_time(times: Sequence[StepTime]) -> StepTime:
+    """Of several steps; what holds them up is that of the last."""
+    seconds = [name for name, kind in get_type_hints(StepTime).items() if kind is float]
+    return replace(times[-1], **{name: sum(getattr(time, name) for time in times) / len(times) for name in seconds})
 
 
 def _best(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Layout:
@@ -126,10 +142,10 @@ def _other_length(work: Workload, factor: float) -> Workload:
 def step_time(work: Workload, layout: Layout, rates: Rates) -> StepTime:
     """Seconds of one step, by stage."""
     config, gpu, student = work.config, layout.gpu, work.student
-    lengths = answer_lengths(min(SAMPLE, work.rollouts), work.answer, work.longest_answer)
+    lengths = work.lengths(min(SAMPLE, work.rollouts))
     scale = work.rollouts / len(lengths)
     rollout, rows, limit = _rollout(work, layout, rates)
-    teacher, waited = _teachers(work, layout, rates, lengths, scale)
+    teacher, waited = _teachers(work, layout, rates, lengths, scale, rows)
     if layout.trainer == "verl":  # a rollout is scored as soon as it is written
         waited = max(waited, teacher - rollout)
     tokens = scale * sum(work.prompt + length for length in lengths)
@@ -170,8 +186,8 @@ def _rollout(work: Workload, layout: Layout, rates: Rates) -> tuple[float, int, 
         rates = known.own_sampler(rates)
     student, gpu, shards = work.student, layout.gpu, layout.rollout_shards
     mine = -(-work.rollouts // layout.engines)
-    lengths = answer_lengths(mine, work.answer, work.longest_answer, everyone=work.rollouts)
-    room = int(layout.cache_tokens // (work.prompt + work.answer))
+    lengths = work.lengths(mine, everyone=work.rollouts)
+    room = int(layout.cache_tokens // (work.prompt + work.written))
     rows = max(1, min(room, mine, MOST_ROWS if engine else mine))
     size = work.writing_bytes(layout.trainer)
     how = {"shards": shards, "prompt": work.prompt, "most_rows": rows, "number_bytes": size}
@@ -182,7 +198,21 @@ def _rollout(work: Workload, layout: Layout, rates: Rates) -> tuple[float, int, 
     return seconds + reading, rows, limit
 
 
-def _teachers(work: Workload, layout: Layout, rates: Rates, lengths: list[int], scale: float) -> tuple[float, float]:
+def _looking(work: Workload, layout: Layout, rates: Rates, rows: int) -> float:
+    """Least seconds of a teacher that follows answers: at every look it reads its weights, however few tokens there are."""
+    horizon = work.config.rollout.horizon.made
+    assert isinstance(horizon, Drift)  # it stops answers while they are written
+    looks, end, longest = 0.0, 0, max(work.lengths(SAMPLE))
+    while end < longest:
+        end = horizon.next_look(end)
+        looks += 1
+    together = looks * max(1.0, work.rollouts * work.written / (max(1, rows) * longest))
+    models = work.teachers.values()
+    reading = sum(model.count.total * work.teacher_bytes for model in models) / (layout.gpu.bandwidth * rates.decode_bandwidth)
+    return together * (reading + sum(model.layers for model in models) * rates.launch_seconds)
+
+
+def _teachers(work: Workload, layout: Layout, rates: Rates, lengths: list[int], scale: float, rows: int) -> tuple[float, float]:
     """Seconds of all scores, and of those of the longest answer, which comes last. Teachers share the prompts evenly."""
     if not work.teachers or (layout.trainer == "local" and not work.teacher_share(gpus=1)):
         return 0.0, 0.0
@@ -191,6 +221,8 @@ def _teachers(work: Workload, layout: Layout, rates: Rates, lengths: list[int], 
     if layout.trainer == "local":  # transformers, as in training, one after the other
         rated = zip(shares, work.teachers.values(), strict=True)
         seconds = sum(flops / (gpu.flops * rates.training(teacher)) for flops, teacher in rated)
+        if work.follows:
+            seconds = max(seconds, _looking(work, layout, rates, rows))
         return seconds, seconds
     longest, work_seconds, last = max(lengths), 0.0, 0.0
     for flops, teacher in zip(shares, work.teachers.values(), strict=True):  # side by side, each on GPUs of its own

@@ -12,7 +12,7 @@ from iwopd.cluster.verl.carrying import carried
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.train.memory import UPDATE, ModelShape, StepMemory
-from iwopd.train.memory.run import CACHE_SLACK
+from iwopd.train.memory.run import CACHE_SLACK, FOLLOWED_SHARE
 
 MARGIN = 1.15
 """What the arithmetic leaves out (allocator's slack, CUDA context, communication buffers): docs/gpu.md says 10-20 %."""
@@ -120,6 +120,11 @@ def _refuse_on_verl(work: Workload) -> None:
         raise PlanError("teacher.urls is set, and verl starts the teacher itself: leave it out, or plan for one GPU")
     for name in (f"teacher.others.{name}" for name, other in config.teacher.others.items() if other.urls):
         raise PlanError(f"{name}.urls is set, and verl starts all teachers itself: set {name}.model, or plan for one GPU")
+    if config.rollout.horizon.made.stops_online:
+        raise PlanError(
+            f"rollout.horizon.type is {config.rollout.horizon.type!r}, and on verl no teacher follows answers while they are "
+            "written: plan it for one GPU (--gpus-per-node 1), or take a fixed or growing horizon"
+        )
     try:
         carried(config.method)
     except VerlError as error:
@@ -227,7 +232,8 @@ def local_layout(work: Workload, gpu: Gpu, ranks: int = 1) -> Layout:
     """This package's trainer, a process on each of `ranks` GPUs: student and teachers together, unless these are elsewhere."""
     memory = work.on_one_device(memory=gpu.memory, ranks=ranks)
     writer = memory.writer
-    free = gpu.memory / MARGIN - memory.needed("rollouts") + writer.cache
+    followed = memory.stages["rollouts"].get("teacher's cache", 0.0)
+    free = gpu.memory / MARGIN - memory.needed("rollouts") + writer.cache + followed
     # The sampler's cache takes half of what is free, an engine's what is left of its share.
     cache = writer.cache if work.writer == "engine" else free / 2 / CACHE_SLACK
     token = work.student.cache_elements * work.writing_bytes("local")
@@ -236,6 +242,9 @@ def local_layout(work: Workload, gpu: Gpu, ranks: int = 1) -> Layout:
         "(teacher.urls), lower optim.token_budget or rollout.max_tokens, or use more GPUs (--gpus-per-node)"
     )
     needs = (Need("the GPU", memory.total, gpu.memory, memory.parts, remedy),)
-    cached = max(cache / token, float(work.longest))
+    cached = cache / token
+    if followed:  # the teacher's cache, which is asked for room first
+        cached = min(cached, FOLLOWED_SHARE * free / work.followed_token)
+    cached = max(cached, float(work.longest))
     share = (free + writer.working + writer.weights) / gpu.memory
     return Layout(trainer="local", gpu=gpu, gpus_per_node=ranks, needs=needs, cache_tokens=cached, largest_share=share)

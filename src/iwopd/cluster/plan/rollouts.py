@@ -23,9 +23,27 @@ def answer_lengths(count: int, mean: float, most: int, *, everyone: int | None =
     levels = [(place + 0.5) / count for place in range(count)]
     levels[-1] = 1 - 0.5 / (everyone or count)
     lengths = [max(1, min(most, round(-math.log(1 - level) / rate if rate else most))) for level in levels]
+    return _shuffled(lengths)
+
+
+def measured_lengths(count: int, quantiles: Sequence[float], *, everyone: int | None = None) -> list[int]:
+    """The same from quantiles at even levels from 0 to 1, as a probe has them: straight lines between them."""
+    levels = [(place + 0.5) / count for place in range(count)]
+    levels[-1] = 1 - 0.5 / (everyone or count)
+    last = len(quantiles) - 1
+    lengths = []
+    for level in levels:
+        left = min(int(level * last), last - 1)
+        part = level * last - left
+        lengths.append(max(1, round((1 - part) * quantiles[left] + part * quantiles[left + 1])))
+    return _shuffled(lengths)
+
+
+def _shuffled(lengths: list[int]) -> list[int]:
+    """From short to long before; the longest in the middle, where it is on average: when it begins decides when a step ends."""
     longest = lengths.pop()
     random.Random("answers").shuffle(lengths)
-    lengths.insert(len(lengths) // 2, longest)  # where it is on average: when it begins decides when a step ends
+    lengths.insert(len(lengths) // 2, longest)
     return lengths
 
 

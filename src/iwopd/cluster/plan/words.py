@@ -54,9 +54,9 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
         "step": {
             "rollouts": work.rollouts,
             "mean_prompt_tokens": work.prompt,
-            "mean_response_tokens": work.answer,
+            "mean_response_tokens": work.written,
             "response_tokens_assumed": work.answer_assumed,
-            "response_tokens": work.rollouts * work.answer,
+            "response_tokens": work.rollouts * work.written,
             "rows_under_way": typical.rows,
             "seconds": {name: time.total for name, time in times.items()},
             "stages": {
@@ -64,11 +64,29 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
             },
             "teacher_work_seconds": typical.teacher,
         },
+        "horizon": _horizon_dict(plan),
         "steps": work.config.steps,
         "hours": hours,
         "gpu_hours": gpu_hours,
         "cost": None if price is None else {name: value * price for name, value in gpu_hours.items()},
         "answers": list(answers(plan)),
+    }
+
+
+def _horizon_dict(plan: Plan) -> dict[str, Any]:
+    """What the horizon costs beside full rollouts; `priced` says what its lengths come from."""
+    full = plan.horizon.whole
+    return {
+        "section": plan.work.config.rollout.horizon.model_dump(),
+        "priced": plan.horizon.by,
+        "words": plan.horizon.words,
+        "share_of_full_seconds": plan.typical.total / plan.full.total,
+        "full": {
+            "rollouts": full.rollouts,
+            "mean_response_tokens": full.written,
+            "seconds": plan.full.total,
+            "stages": plan.full.stages(),
+        },
     }
 
 
@@ -115,12 +133,14 @@ def _parts(need: Need) -> str:
 
 def _time(plan: Plan) -> Iterator[str]:
     work, typical = plan.work, plan.typical
-    tokens = work.rollouts * work.answer
-    about = "assumed, set --response-tokens" if work.answer_assumed else "given"
+    about = "assumed, set --response-tokens" if work.answer_assumed else "measured" if work.quantiles else "given"
+    most = work.longest_answer if work.limit is None else work.limit
     yield (
-        f"step      {work.rollouts} rollouts, mean answer {work.answer:.0f} of at most {work.longest_answer} tokens ({about}), "
-        f"mean prompt {work.prompt} (assumed): {_count(tokens)} answer tokens"
+        f"step      {work.rollouts} rollouts, mean answer {work.written:.0f} of at most {most} tokens ({about}), "
+        f"mean prompt {work.prompt} (assumed): {_count(work.rollouts * work.written)} answer tokens"
     )
+    if plan.horizon.words:
+        yield f"horizon   {work.config.rollout.horizon.type}: {plan.horizon.words}"
     yield f"{'stage':<24}{'seconds':>8}  {'low - high':<17}{'share':>6}"
     for name, seconds in typical.stages().items():
         low, high = plan.fast.stages().get(name, 0.0), plan.slow.stages().get(name, 0.0)
@@ -129,6 +149,10 @@ def _time(plan: Plan) -> Iterator[str]:
             remark = f"   waited for; {_seconds(typical.teacher)} s of work run beside the rollouts"
         yield f"  {name:<22}{_seconds(seconds):>8}  {_range(low, high):<17}{100 * seconds / typical.total:>5.0f}%{remark}"
     yield f"  {'step':<22}{_seconds(typical.total):>8}  {_range(plan.fast.total, plan.slow.total):<17}"
+    if plan.horizon.by in ("limit", "probe"):
+        stages = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in plan.full.stages().items())
+        share = typical.total / plan.full.total
+        yield f"  {'full rollouts':<22}{_seconds(plan.full.total):>8}  ({stages}); with the horizon {share:.2f} of it"
 
 
 def _cost(plan: Plan, price: float | None) -> Iterator[str]:

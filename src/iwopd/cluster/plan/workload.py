@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from iwopd.cluster.plan.gpus import PlanError
 from iwopd.cluster.plan.public_models import read_model
+from iwopd.cluster.plan.rollouts import answer_lengths, measured_lengths
 from iwopd.config import Config
 from iwopd.models import ModelSource
 from iwopd.tiny.architecture import ModelSize, new_model
@@ -18,6 +20,9 @@ PROMPT_TOKENS = 256
 ANSWER_SHARE = 1 / 4
 """Assumed mean length of an answer as a share of the longest, where nobody says; the range then goes from half to double."""
 
+SAMPLE = 256
+"""Lengths that stand for all of a step where their order does not matter."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Workload(RunShape):
@@ -29,6 +34,33 @@ class Workload(RunShape):
     answer_assumed: bool
     prompt: int
     """Mean length of a prompt."""
+    quantiles: tuple[float, ...] = ()
+    """Of the lengths of written answers, at even levels from 0 to 1, where a probe has measured them."""
+    limit: int | None = None
+    """Most tokens of an answer in training, where a horizon has one."""
+    asked: int | None = None
+    """Rollouts of a step, where a horizon decides their number."""
+
+    @property
+    def rollouts(self) -> int:
+        return super().rollouts if self.asked is None else self.asked
+
+    @property
+    def written(self) -> float:
+        """Mean length of an answer in training."""
+        if not self.quantiles and self.limit is None:
+            return self.answer
+        lengths = self.lengths(SAMPLE)
+        return sum(lengths) / len(lengths)
+
+    def lengths(self, count: int, everyone: int | None = None) -> list[int]:
+        """Of `count` answers in training; the longest is that of `everyone`."""
+        if self.quantiles:
+            found = measured_lengths(count, self.quantiles, everyone=everyone)
+        else:
+            found = answer_lengths(count, self.answer, self.longest_answer, everyone=everyone)
+        most = self.longest_answer if self.limit is None else self.limit
+        return [min(length, most) for length in found]
 
     @property
     def rows_per_update(self) -> int:
@@ -36,8 +68,11 @@ class Workload(RunShape):
         return self.rollouts // self.config.optim.mini_batches
 
 
-def open_workload(config: Config, response_tokens: float | None = None) -> Workload:
-    """Read the models' shapes and decide the lengths."""
+def open_workload(config: Config, response_tokens: float | None = None, quantiles: Sequence[float] = ()) -> Workload:
+    """Read the models' shapes and decide the lengths: assumed, of a given mean, or measured (quantiles at even levels).
+
+    Answers are written to the end; `horizon.priced` cuts them.
+    """
     recipe, served = world_recipe(config), bool(config.teacher.urls)
     if recipe is not None:
         student = _tiny("student", config, recipe.student.size)
@@ -52,6 +87,9 @@ def open_workload(config: Config, response_tokens: float | None = None) -> Workl
             raise PlanError("rollout.max_tokens is empty: say how long an answer may get, e.g. --rollout.max_tokens 16384")
         longest_answer, longest_prompt = config.rollout.max_tokens, config.data.max_prompt_tokens
         prompt = min(PROMPT_TOKENS, longest_prompt)
+    if quantiles:
+        lengths = [min(length, longest_answer) for length in measured_lengths(SAMPLE, quantiles)]
+        response_tokens = sum(lengths) / len(lengths)
     if response_tokens is not None and not 1 <= response_tokens <= longest_answer:
         most = f"{longest_answer} (rollout.max_tokens, the longest answer)"
         raise PlanError(f"--response-tokens {response_tokens:g} must lie in 1..{most}")
@@ -65,6 +103,7 @@ def open_workload(config: Config, response_tokens: float | None = None) -> Workl
         answer=response_tokens if response_tokens is not None else max(1.0, longest_answer * ANSWER_SHARE),
         answer_assumed=response_tokens is None,
         prompt=prompt,
+        quantiles=tuple(quantiles),
     )
 
 

@@ -22,6 +22,7 @@ from iwopd.train.doctor.chat import check_template
 from iwopd.train.doctor.data import check_data
 from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
 from iwopd.train.doctor.lengths import check_context
+from iwopd.train.horizon import horizon_refuses
 from iwopd.vocabulary import check_same_tokenizer
 
 TUNABLE = (
@@ -39,6 +40,7 @@ TUNABLE = (
 def check_settings(config: Config) -> None:
     """Everything that the settings alone tell; one line per fault."""
     faults = [*_refused(config), *_teachers(config)]
+    faults += [f"{refused.message}: {refused.remedy}" for refused in horizon_refuses(config)]
     try:
         faults += _sizes(config, pools(config))
         if not faults:

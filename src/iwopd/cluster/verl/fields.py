@@ -122,6 +122,16 @@ FIELDS: dict[str, Treatment] = {
     "rollout.prompts_per_step": _mapped("data.train_batch_size"),
     "rollout.samples": _mapped(f"{_ROLLOUT}.n"),
     "rollout.max_tokens": _mapped("data.max_response_length"),
+    "rollout.horizon.type": _only(
+        lambda name, config: (
+            not config.rollout.horizon.made.stops_online and config.rollout.horizon.made.tokens_per_step is None
+        ),
+        "verl's teacher sees answers when they are whole: choose 'full', 'fixed' or 'growing', or train with the local engine",
+    ),
+    **{
+        f"rollout.horizon.{name}": Treatment("data", f"verl/train.parquet (extra_info.limit), which {_ROLLOUT}.agent follows")
+        for name in ("tokens", "from", "to", "schedule", "until")
+    },
     "rollout.temperature": _only(1, "verl's teacher scores at temperature 1, and log-probs of two temperatures make no gap"),
     "rollout.top_p": _only(1, f"{_FILTERED}: sample from all of it with 1"),
     "rollout.top_k": _only(0, f"{_FILTERED}: sample from all of it with 0"),

@@ -55,6 +55,7 @@ def _metrics(objective: Carried, evidence: Evidence, signal: TrainingSignal, pro
     numbers: dict[str, float] = {
         "progress": progress,
         "tokens": float(signal.supervised.sum()),
+        "tokens_written": float(evidence.mask.sum()),
         "rollout/entropy_sampled": -mean(evidence.old_logprobs[evidence.mask]),
     }
     measured = signal_metrics(signal)

@@ -15,7 +15,7 @@ from typing import Any
 
 from iwopd.algo.noise import NoiseFloor
 from iwopd.cluster.verl.errors import VerlError
-from iwopd.cluster.verl.translate import response_tokens
+from iwopd.cluster.verl.translate import answer_limit, response_tokens
 from iwopd.config import Config
 from iwopd.types import StepStats
 
@@ -82,7 +82,11 @@ def step_stats(config: Config, step: int, given: Mapping[str, Any]) -> StepStats
     if "rollout_corr/rollout_is_max" in numbers:
         extremes = (numbers["rollout_corr/rollout_is_max"], numbers.get("rollout_corr/rollout_is_min", 1.0))
         metrics["correction/ratio_deviation"] = max(abs(value - 1) for value in extremes)
-    metrics["rollout/truncated"] = _truncated(config, numbers)
+    metrics |= _limited(config, step, numbers)
+    rollouts = config.rollout.prompts_per_step * config.rollout.samples
+    written = metrics.get("tokens_written", rollouts * metrics["rollout/length_mean"])
+    metrics["tokens_written"] = round(written) if math.isfinite(written) else math.nan
+    metrics["prompts"] = config.rollout.prompts_per_step
     metrics["update/count"] = config.optim.mini_batches * config.optim.ppo_epochs
     metrics["update/skipped"] = int(skipped)
     return StepStats(
@@ -90,7 +94,7 @@ def step_stats(config: Config, step: int, given: Mapping[str, Any]) -> StepStats
         loss=loss if math.isfinite(loss) or skipped else 0.0,
         grad_norm=norm,
         tokens=int(numbers.get(f"{OURS}tokens", 0)),
-        rollouts=config.rollout.prompts_per_step * config.rollout.samples,
+        rollouts=rollouts,
         skipped=skipped,
         seconds=_seconds(numbers),
         metrics=metrics,
@@ -126,10 +130,15 @@ def _measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return plain | {stem: [places[place] for place in sorted(places)] for stem, places in lists.items()}
 
 
-def _truncated(config: Config, numbers: Mapping[str, Any]) -> float:
-    """Share of answers at the limit. verl's number is relative to the longest of the batch, which may be below the limit."""
-    longest = numbers.get("response_length/max", math.nan)
-    return 0.0 if longest < response_tokens(config) else float(numbers.get("response_length/clip_ratio", math.nan))
+def _limited(config: Config, step: int, numbers: Mapping[str, Any]) -> dict[str, float]:
+    """Share of answers at the limit of the step: they were cut off, or reached the horizon.
+
+    verl's number is relative to the longest of the batch, which may be below the limit.
+    """
+    limit, longest = answer_limit(config, step), numbers.get("response_length/max", math.nan)
+    share = 0.0 if longest < limit else float(numbers.get("response_length/clip_ratio", math.nan))
+    cut_off = limit == response_tokens(config)
+    return {"rollout/truncated": share if cut_off else 0.0, "rollout/stopped": 0.0 if cut_off else share}
 
 
 def _seconds(numbers: Mapping[str, Any]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from iwopd.cluster.verl.evaluation import label
-from iwopd.cluster.verl.translate import DEFAULT_TEACHER, Places
+from iwopd.cluster.verl.translate import AGENT_LOOP, DEFAULT_TEACHER, Places, answer_limit, is_limited
 from iwopd.config import Config
 from iwopd.data.chat import render
 from iwopd.data.fields import DataError
@@ -54,8 +54,10 @@ def write_prompts(
             raise DataError(f"prompt {prompt.id!r} has {here} and {len(ids)} when its messages are rendered alone")
     where.folder.mkdir(parents=True, exist_ok=True)
     _write(where.train_file, _steps(config, order, known))
-    rows = [_row(prompt, 0, 0, known, task) for task in tasks for prompt in task.prompts]
+    rows = [_row(prompt, 0, 0, known, task=task) for task in tasks for prompt in task.prompts]
     _write(where.val_file, iter([rows or [_row(order.batch(1)[0], 1, 0, known)]]))
+    if is_limited(config):
+        where.agent_loops.write_text(f"- name: {AGENT_LOOP}\n  _target_: iwopd.cluster.verl.agent_loop.LimitedAgentLoop\n")
 
 
 def messages(prompt: Prompt) -> list[dict[str, str]]:
@@ -77,10 +79,15 @@ def messages(prompt: Prompt) -> list[dict[str, str]]:
 def _steps(config: Config, order: PromptOrder | MixedOrder, known: set[str]) -> Iterator[list[dict[str, Any]]]:
     for first in range(1, config.steps + 1, STEPS_AT_ONCE):
         steps = range(first, min(first + STEPS_AT_ONCE, config.steps + 1))
-        yield [_row(prompt, step, place, known) for step in steps for place, prompt in enumerate(order.batch(step))]
+        yield [
+            _row(prompt, step, place, known, limit=answer_limit(config, step) if is_limited(config) else 0)
+            for step in steps
+            for place, prompt in enumerate(order.batch(step))
+        ]
 
 
-def _row(prompt: Prompt, step: int, place: int, known: set[str], task: Task | None = None) -> dict[str, Any]:
+def _row(prompt: Prompt, step: int, place: int, known: set[str], *, limit: int = 0, task: Task | None = None) -> dict[str, Any]:
+    """`limit`: most tokens of its answer; 0: verl's own."""
     teacher = prompt.teacher or DEFAULT_TEACHER
     if teacher not in known:
         raise DataError(f"prompt {prompt.id!r} names the teacher {teacher!r}; there are {sorted(known)} (teacher.others)")
@@ -89,7 +96,7 @@ def _row(prompt: Prompt, step: int, place: int, known: set[str], task: Task | No
         "data_source": task.name if task else "iwopd",
         "teacher": teacher,
         "reward_model": {"style": "rule", "ground_truth": label(task, prompt) if task else ""},
-        "extra_info": {"index": place, "id": prompt.id, "step": step},
+        "extra_info": {"index": place, "id": prompt.id, "step": step, "limit": limit},
     }
 
 
@@ -104,7 +111,7 @@ def _write(path: Path, parts: Iterator[list[dict[str, Any]]]) -> None:
             "data_source": text,
             "teacher": text,
             "reward_model": pa.struct({"style": text, "ground_truth": text}),
-            "extra_info": pa.struct({"index": number, "id": text, "step": number}),
+            "extra_info": pa.struct({"index": number, "id": text, "step": number, "limit": number}),
         }
     )
     draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")

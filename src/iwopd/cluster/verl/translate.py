@@ -18,11 +18,14 @@ from iwopd.cluster.verl.params import literal
 from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.config import Config
 from iwopd.train.loading import planned_world
+from iwopd.train.scoring import training_progress
 
 Pairs = Iterator[tuple[str, Any]]
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 TEACHERS = "distillation.teacher_models"
+AGENT_LOOP = "iwopd_limited"
+"""verl's name of our agent loop (`agent_loop.py`)."""
 FILTER_WORKERS_ABOVE = 20_000
 """Prompts from which on verl checks their lengths in several processes."""
 
@@ -47,6 +50,11 @@ class Places:
         return self.folder / "train.parquet"
 
     @property
+    def agent_loops(self) -> Path:
+        """What tells verl of our agent loop, where a horizon needs it."""
+        return self.folder / "agent_loops.yaml"
+
+    @property
     def val_file(self) -> Path:
         """Problems of the evaluated tasks; one row if there are none, as verl opens it all the same."""
         return self.folder / "val.parquet"
@@ -66,7 +74,7 @@ def translate(config: Config, where: Places, resume: Path | None = None) -> list
         *_data(config, where),
         *_models(config),
         *_update(config),
-        *_rollout(config),
+        *_rollout(config, where),
         *_teachers(config, shared),
         *_trainer(config, where, shared, resume),
     ]
@@ -86,6 +94,16 @@ def response_tokens(config: Config) -> int:
     if limit is None:
         raise VerlError("rollout.max_tokens is needed when no embedded world says how long answers are")
     return limit
+
+
+def is_limited(config: Config) -> bool:
+    """Whether a horizon ends answers before the longest."""
+    return config.rollout.horizon.type != "full"
+
+
+def answer_limit(config: Config, step: int) -> int:
+    """Most tokens of an answer of this step, which counts from 1."""
+    return config.rollout.horizon.made.limit(response_tokens(config), training_progress(step, config.steps))
 
 
 def evaluates(config: Config) -> bool:
@@ -181,7 +199,7 @@ def _update(config: Config) -> Pairs:
     yield "critic.enable", False
 
 
-def _rollout(config: Config) -> Pairs:
+def _rollout(config: Config, where: Places) -> Pairs:
     vllm, cluster = config.engine.vllm, config.cluster
     longest = prompt_tokens(config) + response_tokens(config)
     yield f"{ROLLOUT}.name", cluster.backend
@@ -203,6 +221,9 @@ def _rollout(config: Config) -> Pairs:
     yield f"{ROLLOUT}.tensor_model_parallel_size", vllm.tensor_parallel
     yield f"{ROLLOUT}.enforce_eager", vllm.eager
     yield f"{ROLLOUT}.free_cache_engine", True
+    if is_limited(config):
+        yield f"{ROLLOUT}.agent.agent_loop_config_path", str(where.agent_loops)
+        yield f"{ROLLOUT}.agent.default_agent_loop", AGENT_LOOP
     yield "algorithm.rollout_correction.bypass_mode", False  # old log-probs are the trainer's own
     yield "algorithm.rollout_correction.rollout_is_batch_normalize", False
     yield "algorithm.rollout_correction.rollout_rs", None

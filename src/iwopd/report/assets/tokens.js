@@ -158,7 +158,7 @@ if (document.getElementById("token-view")) {
     const words = { right: "right answer", wrong: "wrong answer", unknown: "not checked" }[outcome(chosen)];
     byId("t-badges").replaceChildren(
       badge(words, outcome(chosen)), ...(chosen.task ? [badge(report.visible(chosen.task))] : []), badge(report.visible(chosen.prompt_id)), badge(`step ${chosen.step}`),
-      badge(`${chosen.length} tokens`), badge({ eos: "ended by itself", length: "cut off" }[chosen.stop] ?? report.visible(chosen.stop)),
+      badge(`${chosen.length} tokens`), badge({ eos: "ended by itself", length: "cut off", horizon: "stopped at the horizon" }[chosen.stop] ?? report.visible(chosen.stop)),
       badge(chosen.drift === null ? "no drift" : `drift at token ${chosen.drift + 1}`),
     );
     const now = shown.findIndex((r) => r.place === state.place);

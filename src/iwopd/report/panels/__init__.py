@@ -17,6 +17,7 @@ from iwopd.report.panels import (
     disagreement,
     handoff,
     health,
+    horizons,
     learning,
     likelihood,
     position,
@@ -28,7 +29,7 @@ from iwopd.report.panels import (
 
 WORDS = (verdict, summary)
 """Sections without charts, at the top."""
-CHARTS = (learning, position, handoff, disagreement, likelihood, weights, alignment, health)
+CHARTS = (learning, position, handoff, disagreement, likelihood, weights, alignment, horizons, health)
 PANELS = (*WORDS, *CHARTS[:-1], tokens, health)
 """In the order of the page."""
 
@@ -44,7 +45,7 @@ def _section(view: ProbeView, place: int) -> Panel:
     plain = [replace(view, style=0, alone=True)]
     suffix = f"-probe-{place}"
     charts = handoff.charts(plain, suffix=suffix)
-    for module in (disagreement, likelihood, weights, alignment):
+    for module in (disagreement, likelihood, weights, alignment, horizons):
         charts += module.charts(plain, suffix)
     context = {"cards": [verdict.card(view, named=False)], "columns": (), "several": False}
     return Panel(f"probe-{place}", f"Probe: {view.label}", "", tuple(charts), "verdict.html.j2", context)

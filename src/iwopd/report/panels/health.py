@@ -21,6 +21,10 @@ CURVES = {
         "Approximate KL of the updated policy to the one that wrote the rollouts. Not the distance to the teacher."
     ),
     ("rollout/length_mean", "length", "Answer length", TOKENS): "Mean tokens of a response.",
+    ("tokens_written", "written", "Tokens written", TOKENS): "Response tokens of all answers of a step.",
+    ("rollout/stopped", "stopped", "Stopped", Axis("answers", percent=True, zero=True)): (
+        "Answers that ended at their horizon: what would have followed is not needed. They are not cut off."
+    ),
     ("rollout/truncated", "truncation", "Cut off", Axis("answers", percent=True, zero=True)): (
         "Answers that reached the length limit. Their last tokens are no endings."
     ),

@@ -23,6 +23,7 @@ PARTS = {
     "likelihood": "prefix likelihood",
     "rules": "weight rules",
     "alignment": "gradient alignment",
+    "horizons": "horizons",
 }
 FIGURES = {
     "fall of the hand-off curve": ("handoff", "fall", "points"),

@@ -15,11 +15,12 @@ from iwopd.train.doctor.chat import check_template
 from iwopd.train.doctor.data import check_contamination, check_data
 from iwopd.train.doctor.findings import Finding, failure
 from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
-from iwopd.train.doctor.lengths import check_context, check_rope, check_temperature
+from iwopd.train.doctor.lengths import check_context, check_horizon, check_rope, check_temperature
 from iwopd.train.doctor.machine import check_packages, check_processor, check_ranks
 from iwopd.train.doctor.noise import check_noise
 from iwopd.train.doctor.resources import check_resources
 from iwopd.train.doctor.working import check_masks, check_sampler, check_scorers, head_findings, known_rollouts, local_models
+from iwopd.train.horizon import horizon_refuses
 from iwopd.train.ranks import Launched, launched
 from iwopd.train.reward import reward_refuses
 
@@ -33,13 +34,14 @@ def examine_recipe(config: Config, folder: Path, *, static: bool = False, ranks:
     started = launched() if ranks is None else Launched(ranks, ranks)
     yield from check_packages(config)
     yield from check_ranks(config, started)
+    yield from (failure("horizon", *refused) for refused in horizon_refuses(config))
     if not static:
         yield from (failure("attention", *refused) for refused in flash_refuses(config))
         yield from (failure("reward", *refused) for refused in reward_refuses(config))
         yield from check_processor(config)
     case = open_case(config, folder)
     checks = (check_files, check_vocabularies, check_special_tokens, check_rows, check_template, check_temperature, check_data)
-    for check in checks:
+    for check in (*checks, check_horizon):
         yield from check(case)
     configs = {member.name: member.config for member in case.members.values() if member.config is not None}
     if configs and not case.data_problem:

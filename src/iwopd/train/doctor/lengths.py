@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from iwopd.model_facts import context_length
+from iwopd.rollout.horizons import Drift
 from iwopd.rope import rope_note
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
+from iwopd.train.horizon import times_read
 
 
 def check_context(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
@@ -49,6 +51,27 @@ def check_rope(case: Case, configs: Mapping[str, Any]) -> Iterator[Finding]:
             yield warning("rope", f"the {name}'s {note}; its server decides by the context that it was given", remedy)
         else:
             yield passed("rope", f"the {name}'s {note}")
+
+
+def check_horizon(case: Case) -> Iterator[Finding]:
+    """What it costs to look at answers while they are written, where a server of the teacher keeps nothing of them."""
+    horizon, teacher = case.config.rollout.horizon.made, case.config.teacher
+    if not isinstance(horizon, Drift) or case.max_response is None:
+        return
+    sources = {"teacher": teacher, **{f"teacher.others.{name}": other for name, other in teacher.others.items()}}
+    again = [name for name, source in sources.items() if source.urls and source.dialect == "vllm"]
+    looks = f"answers are looked at after {horizon.next_look(0)} tokens, {horizon.next_look(horizon.next_look(0))}, ..."
+    if again:
+        times = times_read(horizon, case.longest_prompt, case.max_response)
+        yield warning(
+            "horizon",
+            f"{looks}, and servers of dialect 'vllm' ({listed(again)}) read all of an answer again at every look: one of "
+            f"{case.max_response:,} tokens {times:.1f} times",
+            "serve the teacher with `iwopd serve-teacher` (teacher.dialect = 'iwopd'), load it here, or raise "
+            "rollout.horizon.block",
+        )
+    else:
+        yield passed("horizon", f"{looks}, and the teacher reads each token once")
 
 
 def check_temperature(case: Case) -> Iterator[Finding]:

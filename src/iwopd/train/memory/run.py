@@ -9,10 +9,13 @@ from typing import Literal
 
 from iwopd.config import Config
 from iwopd.config.engines import engine_type
+from iwopd.devices import CACHE_BYTES_CPU
 from iwopd.lean_model import COPY_BYTES
-from iwopd.rollout.local import CACHE_BYTES_CPU, PREFILL_TOKENS
+from iwopd.rollout.horizons import Budget
+from iwopd.rollout.local import PREFILL_TOKENS
 from iwopd.rollout.sampling import CHUNK_ELEMENTS
 from iwopd.rollout.settings import VllmSettings
+from iwopd.teacher.following import CACHE_SHARE
 from iwopd.teacher.local import TOKEN_BUDGET_CPU, TOKEN_BUDGET_GPU
 from iwopd.train.kept_states import kept_bytes
 from iwopd.train.memory.shapes import ModelShape
@@ -22,6 +25,8 @@ from iwopd.train.teachers import scores_early
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}
 """Of a parameter in a quantised matrix, scales included."""
+FOLLOWED_SHARE = CACHE_SHARE
+"""Of a GPU's free memory: most that the cache of a teacher takes which follows answers."""
 CACHE_SLACK = 1.1
 """Most that the sampler's cache takes of its budget: rows come and go beside each other."""
 ENGINE_WORKING = 2e9
@@ -50,14 +55,25 @@ class RunShape:
         return self.config.rollout.prompts_per_step * self.config.rollout.samples
 
     @property
+    def follows(self) -> bool:
+        """Whether the teacher scores answers while they are written, to stop some of them."""
+        return self.config.rollout.horizon.made.stops_online
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a step: all rollouts to the end, or what its horizon may spend, if that is more."""
+        return max(self.rollouts * self.longest, self.config.rollout.horizon.made.tokens_per_step or 0)
+
+    @property
     def micro_batch(self) -> int:
         """Tokens of the largest micro-batch: the budget, but at least one whole rollout."""
         return self._batch(self.config.optim.token_budget, ranks=1)
 
     def _batch(self, budget: int, ranks: int) -> int:
         """Tokens of the largest batch of a rank's rollouts within a budget."""
-        mine = -(-self.config.rollout.prompts_per_step // ranks) * self.config.rollout.samples
-        return max(self.longest, min(budget, mine * self.longest))
+        mine = -(-self.config.rollout.prompts_per_step // ranks) * self.config.rollout.samples * self.longest
+        spent = -(-(self.config.rollout.horizon.made.tokens_per_step or 0) // ranks)
+        return max(self.longest, min(budget, max(mine, spent)))
 
     @property
     def weight_bytes(self) -> int:
@@ -130,12 +146,13 @@ class RunShape:
             writer=self._writer(gpus > 0, memory, ranks),
             whole_distributions=self.config.method.made.needs_teacher_distribution,
             kept=0.0 if gpus else self.kept(ranks),
+            followed=self._followed(gpus > 0, ranks, self.teacher_share(gpus)),
         ).step
 
     def kept(self, ranks: int = 1) -> float:
         """Bytes that a step keeps of its tokens in main memory beside log-probs."""
         state = max((teacher.hidden for teacher in self.teachers.values()), default=0) * self.teacher_bytes
-        return kept_bytes(self.config.method.made, tokens=self.rollouts * self.longest, state=state, ranks=ranks)
+        return kept_bytes(self.config.method.made, tokens=self._most_tokens, state=state, ranks=ranks)
 
     def in_main_memory(self, ranks: int) -> float:
         """Bytes that the processes of a machine have on its CPU while they train on GPUs: teachers, and what steps keep."""
@@ -144,19 +161,20 @@ class RunShape:
             return kept
         teachers, tokens = self._teachers(1.0), self._batch(TOKEN_BUDGET_CPU, ranks)
         scoring = max((tokens * teacher.reading for teacher in teachers), default=0.0)
-        return kept + ranks * (sum(teacher.weights for teacher in teachers) + scoring)
+        followed = self._followed(on_gpu=False, ranks=ranks, share=1.0) or 0.0
+        return kept + ranks * (sum(teacher.weights for teacher in teachers) + scoring + followed)
 
     def _teachers(self, share: float) -> tuple[Stored, ...]:
         return tuple(Stored(teacher, self.teacher_bytes, share) for teacher in self.teachers.values())
 
     def _tokens(self, on_gpu: bool, teacher_share: float, ranks: int) -> Tokens:
-        optim = self.config.optim
+        optim, here = self.config.optim, bool(self.teachers) and teacher_share > 0
         alone = optim.ppo_epochs == optim.mini_batches == ranks == 1
         return Tokens(
             update=self._batch(optim.token_budget, ranks),
             scores=self._batch(TOKEN_BUDGET_GPU if on_gpu else TOKEN_BUDGET_CPU, ranks),
-            waiting=alone and self.rollouts * self.longest <= optim.token_budget,
-            early=bool(self.teachers) and teacher_share > 0 and scores_early(self.config),
+            waiting=alone and self._most_tokens <= optim.token_budget,
+            early=here and (self.follows or scores_early(self.config)),
         )
 
     def _writer(self, on_gpu: bool, memory: float, ranks: int) -> WriterMemory:
@@ -175,7 +193,7 @@ class RunShape:
     def _sampler(self, row: float, on_gpu: bool, ranks: int) -> WriterMemory:
         """row: bytes of the longest rollout's cache."""
         student, count = self._trained, self.student.count
-        rows = -(-self.config.rollout.prompts_per_step // ranks) * self.config.rollout.samples
+        rows = self._rows(ranks)
         copies = student.on_its_way.copies
         laid_out = self.weight_bytes * (count.layers + count.head)  # small matrices are laid out anew for single tokens
         drawn = min(rows * self.student.vocabulary, CHUNK_ELEMENTS)
@@ -185,6 +203,24 @@ class RunShape:
             working=max(self._batch(PREFILL_TOKENS, ranks) * student.on_its_way.reading, 20.0 * drawn),
             cache=row * (1 if on_gpu else max(1, min(rows, CACHE_SLACK * CACHE_BYTES_CPU // row))),
         )
+
+    def _rows(self, ranks: int) -> int:
+        """Most rollouts of a process. A budget of tokens may go to as many as there are shortest ones in it: a block each."""
+        rows = -(-self.config.rollout.prompts_per_step // ranks) * self.config.rollout.samples
+        horizon = self.config.rollout.horizon.made
+        return max(rows, -(-horizon.tokens // (ranks * horizon.block))) if isinstance(horizon, Budget) else rows
+
+    @property
+    def followed_token(self) -> float:
+        """Bytes of a token in the cache of a teacher that follows answers; an answer's columns double, so half may be empty."""
+        return 2.0 * max((teacher.cache_elements for teacher in self.teachers.values()), default=0) * self.teacher_bytes
+
+    def _followed(self, on_gpu: bool, ranks: int, share: float) -> float | None:
+        """Bytes of that cache, bounded as the sampler's is: a GPU must hold one answer, a CPU's cache has a budget."""
+        if not (self.follows and self.teachers and share):
+            return None
+        row = share * self.longest * self.followed_token
+        return row * (1 if on_gpu else max(1, min(self._rows(ranks), CACHE_BYTES_CPU // row)))
 
     def on_verl(self, *, gpus: int, engine_shards: int, gpu_memory: float) -> StepMemory:
         """One of the student's `gpus` GPUs on verl, with rollout engines of `engine_shards` GPUs that sleep in the update."""

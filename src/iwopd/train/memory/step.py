@@ -161,7 +161,7 @@ class Tokens:
     waiting: bool = False
     """The update's own forward pass gives the old log-probs, and waits while others score."""
     early: bool = False
-    """The teacher here scores finished rollouts while others are being written."""
+    """The teacher here scores rollouts while others, or they themselves, are being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +185,8 @@ class DeviceMemory:
     """The loss compares whole distributions: the teacher reads every micro-batch, too, unless its states were kept."""
     kept: float = 0.0
     """Bytes that a step keeps of its tokens beside log-probs, where main memory is the device's."""
+    followed: float | None = None
+    """The teacher's cache of the answers that it follows while they are written; None: it follows none."""
 
     @property
     def step(self) -> StepMemory:
@@ -218,7 +220,8 @@ class DeviceMemory:
 
     @property
     def _rollouts(self) -> Parts:
-        return self._whole | self.writer.parts | (self._scoring if self.tokens.early else {})
+        following = {} if self.followed is None else {"teacher's cache": self.followed}
+        return self._whole | self.writer.parts | (self._scoring if self.tokens.early else {}) | following
 
     @property
     def _scores(self) -> Parts:
