@@ -30,7 +30,7 @@ from iwopd.analysis.probe.run import run_probe
 from iwopd.analysis.probe.scoring import score_tokens
 from iwopd.analysis.probe.settings import ProbeSettings
 from iwopd.config import make_config
-from iwopd.data.chat import render
+from iwopd.data.chat import Chat
 from iwopd.data.sources import records
 from iwopd.errors import UserError
 from iwopd.lm import ResponseModel
@@ -180,7 +180,7 @@ def write_prompts(source: Path, target: Path, tokenizer: Any, count: int) -> Non
         if len(lines) == count:
             break
         prompt = str(item["problem"])
-        if len(render(tokenizer, [{"role": "user", "content": prompt}]).token_ids) <= PROMPT_TOKENS:
+        if len(Chat(tokenizer).render([{"role": "user", "content": prompt}]).token_ids) <= PROMPT_TOKENS:
             lines.append(json.dumps({"id": item["id"], "prompt": prompt, "answer": item["answer"]}))
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

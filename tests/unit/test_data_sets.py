@@ -15,6 +15,7 @@ from pyarrow import parquet
 
 from hub_server import COMMIT, hub_server
 from iwopd.config import ConfigError, config_toml, load_config, make_config
+from iwopd.data.chat import Chat
 from iwopd.data.fields import parse_filter
 from iwopd.data.prompts import MixedOrder, PromptOrder, load_prompts, share_out
 from iwopd.data.sets import NAMED, LoadedPrompts, PromptSet, load_set, prompt_set
@@ -67,20 +68,20 @@ def test_a_field_mapping_reads_any_names(tokenizer: Any, tmp_path: Path) -> None
     mapping = {"prompt_field": "task.text", "answer_field": "gold", "id_field": "uid", "teacher_field": "who"}
     for file in (jsonl(tmp_path / "a.jsonl", *rows), table(tmp_path / "a.parquet", *rows)):
         chosen = prompt_set(str(file), **mapping, suffix=" Think.", teacher="code")
-        loaded = load_set(chosen, tokenizer, 100)
+        loaded = load_set(chosen, Chat(tokenizer), 100)
         assert [(p.id, p.text, p.answer, p.teacher) for p in loaded.prompts] == [
             ("a/7", "user: 1+1? Think.\nassistant: ", "2", "math"),
             ("a/8", "user: 2+2? Think.\nassistant: ", "4", "code"),
         ]
-        assert load_set(prompt_set(str(file), **mapping, filter="level >= 2"), tokenizer, 100).filtered == 1
-        first = load_set(prompt_set(str(file), **mapping, keep_fields=["level"]), tokenizer, 100).prompts[0]
+        assert load_set(prompt_set(str(file), **mapping, filter="level >= 2"), Chat(tokenizer), 100).filtered == 1
+        first = load_set(prompt_set(str(file), **mapping, keep_fields=["level"]), Chat(tokenizer), 100).prompts[0]
         assert first.metadata["messages"] == [{"role": "user", "content": "1+1?"}]
         assert first.metadata["level"] == 3
 
 
 def test_the_short_form_keeps_ids_and_counts_long_prompts(tokenizer: Any, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", {"prompt": "x"}, {"id": "q", "prompt": "y" * 50}, {"id": "r", "prompt": "z"})
-    loaded = load_prompts(file, tokenizer, 40)
+    loaded = load_prompts(file, Chat(tokenizer), 40)
     assert [prompt.id for prompt in loaded.prompts] == ["1", "r"]
     assert loaded.too_long == 1
     assert all(tokenizer.decode(prompt.token_ids) == prompt.text for prompt in loaded.prompts)  # nothing was cut
@@ -89,7 +90,7 @@ def test_the_short_form_keeps_ids_and_counts_long_prompts(tokenizer: Any, tmp_pa
 
 def test_a_prompt_may_be_a_list_of_messages(tokenizer: Any, tmp_path: Path) -> None:
     file = table(tmp_path / "a.parquet", eurus(1, "code"))
-    (prompt,) = load_set(prompt_set(str(file)), tokenizer, 100).prompts
+    (prompt,) = load_set(prompt_set(str(file)), Chat(tokenizer), 100).prompts
     assert prompt.text == "system: [ASSESS]\nuser: Task 1\nassistant: "
 
 
@@ -111,7 +112,7 @@ def test_what_is_wrong_with_a_record_is_named(
     rows: list[Any], settings: dict[str, Any], words: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as caught:
-        load_set(prompt_set(str(table(tmp_path / "a.parquet", *rows)), **settings), tokenizer, 100)
+        load_set(prompt_set(str(table(tmp_path / "a.parquet", *rows)), **settings), Chat(tokenizer), 100)
     assert words in str(caught.value)
     assert "a.parquet" in str(caught.value)
 
@@ -181,7 +182,7 @@ def test_deepmath_in_the_hubs_layout(tokenizer: Any, tmp_path: Path) -> None:
     table(tmp_path / "data/train-00000-of-00002.parquet", deepmath(1, 5.5), deepmath(2, 6.0), deepmath(3, 9.0))
     table(tmp_path / "data/train-00001-of-00002.parquet", deepmath(4, 6.5), deepmath(5, 7.0, "Question 2?"), deepmath(6, -1.0))
     named = NAMED["deepmath"]
-    loaded = load_set(prompt_set(str(tmp_path), **settings_of(named)), tokenizer, 2048)
+    loaded = load_set(prompt_set(str(tmp_path), **settings_of(named)), Chat(tokenizer), 2048)
     assert [(p.id, p.answer) for p in loaded.prompts] == [("deepmath/2", "2"), ("deepmath/3", "3"), ("deepmath/4", "4")]
     assert (loaded.filtered, loaded.duplicates, loaded.too_long) == (2, 1, 0)
     ending = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -192,13 +193,13 @@ def test_deepmath_in_the_hubs_layout(tokenizer: Any, tmp_path: Path) -> None:
 def test_eurus_code_from_a_local_copy(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IWOPD_DATA", str(tmp_path))
     table(tmp_path / "eurus-code.parquet", eurus(1, "math"), eurus(2, "code"), eurus(3, "code"))
-    loaded = load_set(prompt_set("eurus-code", teacher="coder"), tokenizer, 2048)
+    loaded = load_set(prompt_set("eurus-code", teacher="coder"), Chat(tokenizer), 2048)
     assert [(p.id, p.answer, p.teacher) for p in loaded.prompts] == [
         ("eurus-code/2", None, "coder"),
         ("eurus-code/3", None, "coder"),
     ]
     assert loaded.prompts[0].text == "user: Task 2\nYou need to think first then write the Python code.\nassistant: "
-    answers = load_set(prompt_set("eurus-code", answer_field="reward_model.ground_truth"), tokenizer, 2048)
+    answers = load_set(prompt_set("eurus-code", answer_field="reward_model.ground_truth"), Chat(tokenizer), 2048)
     assert json.loads(str(answers.prompts[0].answer)) == {"inputs": ["1"], "outputs": ["2"]}
     with pytest.raises(UserError, match="did you mean 'eurus-code'"):
         prompt_set("eurus_code")
@@ -250,13 +251,13 @@ def test_a_hub_data_set_over_the_hubs_own_protocol(tokenizer: Any, tmp_path: Pat
         monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
         chosen = prompt_set("hub:org/maths", prompt_field="question", filter="difficulty >= 6", revision=COMMIT)
-        loaded = load_set(chosen, tokenizer, 100)
+        loaded = load_set(chosen, Chat(tokenizer), 100)
         assert [prompt.id for prompt in loaded.prompts] == ["maths/1", "maths/3"]
         assert not any("README" in path for path in asked)
         assert all(f"/resolve/{COMMIT}/" in path for path in asked if path.startswith("/datasets"))  # the pin reached the hub
         assert sum("/resolve/" in path for path in asked) >= 2
         with pytest.raises(UserError, match=r"cannot list hub:org/none@main .*source = FILE"):
-            load_set(prompt_set("hub:org/none"), tokenizer, 100)
+            load_set(prompt_set("hub:org/none"), Chat(tokenizer), 100)
 
 
 # --- mixtures --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hostile_teacher import honest, truth
 from iwopd.config import ConfigError, config_toml, load_config, make_config
-from iwopd.data.chat import ChatError
+from iwopd.data.chat import Chat, ChatError
 from iwopd.data.teacher_view import PromptTemplate, teacher_prompt
 from iwopd.teacher.dialects import DIALECTS
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
@@ -149,7 +149,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 def test_the_teacher_sees_its_own_prompt_and_the_same_answer() -> None:
     tokenizer = byte_tokenizer()
     template = PromptTemplate(system="You know all.", user="{prompt} Level {level}. The answer is {answer}: {{sic}}.")
-    change = teacher_prompt(tokenizer, template)
+    change = teacher_prompt(Chat(tokenizer), template)
     student = rollout("a", messages=CHAT, level=6)
     seen = change(student.prompt)
     wanted = "system: You know all.\nuser: 2+2? Level 6. The answer is 42: {sic}.\nassistant: "
@@ -164,7 +164,7 @@ def test_the_teacher_sees_its_own_prompt_and_the_same_answer() -> None:
 
 
 def test_a_prompt_that_a_template_does_not_fit_is_refused() -> None:
-    change = teacher_prompt(byte_tokenizer(), PromptTemplate(user="{solution}"))
+    change = teacher_prompt(Chat(byte_tokenizer()), PromptTemplate(user="{solution}"))
     with pytest.raises(ChatError, match=r"asks for \{solution\}, which prompt 'a' does not have"):
         change(rollout("a", messages=CHAT).prompt)
     with pytest.raises(ChatError, match="'a' is not a chat"):

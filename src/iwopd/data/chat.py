@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from iwopd.errors import UserError
+
+THINKING_OFF: Mapping[str, Any] = {"enable_thinking": False}
+"""What templates are given unless somebody asks for something else. Those without a thinking mode ignore it."""
 
 
 class ChatError(UserError, ValueError):
@@ -17,23 +21,35 @@ class Rendered(NamedTuple):
     token_ids: tuple[int, ...]
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, thinking: bool = False) -> Rendered:
-    """Render with the tokenizer's chat template and generation prompt; thinking is off by default."""
-    text = render_text(tokenizer, messages, thinking=thinking)
-    return Rendered(text, encode(tokenizer, text))
+@dataclass(frozen=True)
+class Chat:
+    """How messages become the prompt that one model reads: its tokenizer, its template and the template's settings."""
 
+    tokenizer: Any
+    template: str | None = None
+    """Jinja text instead of the tokenizer's own."""
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: THINKING_OFF)
+    """What the template is given by name."""
+    prefill: str = ""
+    """The beginning of every answer: it ends the prompt."""
 
-def render_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, thinking: bool = False) -> str:
-    """As `render`, without the ids."""
-    if not tokenizer.chat_template:
-        raise ChatError("the tokenizer has no chat template to render it with")
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-        )
-    except Exception as error:  # templates raise anything
-        raise ChatError(f"the chat template refuses it: {error}") from None
-    return str(text)
+    def text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Rendered with the generation prompt."""
+        template = self.template or self.tokenizer.chat_template
+        if not template:
+            raise ChatError("the tokenizer has no chat template to render it with")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=True, **self.kwargs
+            )
+        except Exception as error:  # templates raise anything
+            raise ChatError(f"the chat template refuses it: {error}") from None
+        return str(text) + self.prefill
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> Rendered:
+        """Text and ids."""
+        text = self.text(messages)
+        return Rendered(text, encode(self.tokenizer, text))
 
 
 def encode(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from iwopd.data.chat import Chat
 from iwopd.data.fields import DataError
 from iwopd.data.sets import LoadedPrompts, PromptSet, load_set
 from iwopd.types import Prompt
@@ -19,11 +20,11 @@ from iwopd.types import Prompt
 __all__ = ["DataError", "LoadedPrompts", "MixedOrder", "PromptOrder", "load_prompts"]
 
 
-def load_prompts(path: Path, tokenizer: Any, max_tokens: int) -> LoadedPrompts:
-    """Read a file and render it with the tokenizer's chat template, thinking off; over-long prompts are left out."""
+def load_prompts(path: Path, chat: Chat, max_tokens: int) -> LoadedPrompts:
+    """Read a file and render it; over-long prompts are left out."""
     if not path.is_file():
         raise DataError(f"cannot read prompts from {path}: there is no such file")
-    return load_set(PromptSet(str(path)), tokenizer, max_tokens)
+    return load_set(PromptSet(str(path)), chat, max_tokens)
 
 
 class PromptOrder:

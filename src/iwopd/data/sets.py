@@ -1,6 +1,6 @@
 """Sets of training prompts: any JSONL or parquet files with a field mapping, and the paper's two by name.
 
-Each record is filtered, rendered with the tokenizer's chat template (thinking off), and left out if it has too many tokens or,
+Each record is filtered, rendered as a chat, and left out if it has too many tokens or,
 with `unique`, occurred before. Nothing is truncated, everything left out is counted.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from iwopd.data.chat import ChatError, render
+from iwopd.data.chat import Chat, ChatError
 from iwopd.data.fields import DataError, lookup, parse_filter
 from iwopd.data.sources import HUB, data_files, local_copy, records
 from iwopd.types import Prompt
@@ -118,7 +118,7 @@ def prompt_set(source: str, **given: Any) -> PromptSet:
     return PromptSet(source, **{"name": name, **given})
 
 
-def load_set(chosen: PromptSet, tokenizer: Any, max_tokens: int) -> LoadedPrompts:
+def load_set(chosen: PromptSet, chat: Chat, max_tokens: int) -> LoadedPrompts:
     """Read, filter and render a set."""
     conditions = parse_filter(chosen.filter) if chosen.filter else ()
     prompts: list[Prompt] = []
@@ -129,7 +129,7 @@ def load_set(chosen: PromptSet, tokenizer: Any, max_tokens: int) -> LoadedPrompt
         if not all(condition.holds(item, where) for condition in conditions):
             filtered += 1
             continue
-        prompt = _prompt(item, where, number, chosen, tokenizer)
+        prompt = _prompt(item, where, number, chosen, chat)
         if prompt.id in ids:
             raise DataError(f"{where}: the id {prompt.id!r} occurs twice")
         ids.add(prompt.id)
@@ -155,10 +155,10 @@ def _records(chosen: PromptSet, filter_fields: Sequence[str]) -> Iterator[tuple[
         yield from records(path, columns, needed=(chosen.prompt_field, chosen.messages_field))
 
 
-def _prompt(item: Mapping[str, Any], where: str, number: int, chosen: PromptSet, tokenizer: Any) -> Prompt:
+def _prompt(item: Mapping[str, Any], where: str, number: int, chosen: PromptSet, chat: Chat) -> Prompt:
     messages = _messages(item, where, chosen)
     try:
-        text, token_ids = render(tokenizer, messages)
+        text, token_ids = chat.render(messages)
     except ChatError as error:
         raise DataError(f"{where}: {error}") from None
     id_ = lookup(item, chosen.id_field)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from iwopd.data.chat import ChatError, render
+from iwopd.data.chat import Chat, ChatError
 
 if TYPE_CHECKING:
     from iwopd.types import Prompt
@@ -58,12 +58,12 @@ class PromptTemplate:
         return "".join(pieces)
 
 
-def teacher_prompt(tokenizer: Any, template: PromptTemplate) -> Callable[[Prompt], Prompt]:
-    """A function from the student's prompt to the teacher's, rendered by the student's tokenizer."""
+def teacher_prompt(chat: Chat, template: PromptTemplate) -> Callable[[Prompt], Prompt]:
+    """A function from the student's prompt to the teacher's."""
 
     def change(prompt: Prompt) -> Prompt:
         try:
-            text, ids = render(tokenizer, template.messages(prompt))
+            text, ids = chat.render(template.messages(prompt))
         except ChatError as error:
             raise ChatError(f"the teacher's version of prompt {prompt.id!r}: {error}") from None
         return replace(prompt, text=text, token_ids=ids)

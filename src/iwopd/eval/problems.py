@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from iwopd import tiny
-from iwopd.data.chat import ChatError, encode, render
+from iwopd.data.chat import Chat, ChatError, encode
 from iwopd.data.sources import Local, Source, local_copy, records
 from iwopd.errors import UserError
 from iwopd.types import Prompt
@@ -62,7 +62,7 @@ class Opening:
             return Prompt(id_, encode(self.tokenizer, text), text, answer)
         messages = [{"role": "user", "content": text}]
         try:
-            rendered = render(self.tokenizer, messages, thinking=self.thinking)
+            rendered = Chat(self.tokenizer, kwargs={"enable_thinking": self.thinking}).render(messages)
         except ChatError as error:
             hint = "--no-chat gives a base model the bare text"
             raise TaskError(f"task {spec.name!r}, problem {id_!r}: {error}; {hint}") from None

@@ -19,6 +19,7 @@ from iwopd.adapters import adapter_off
 from iwopd.algo.objectives import Objective
 from iwopd.algo.views import Wanted
 from iwopd.config import Config, ConfigError
+from iwopd.data.chat import Chat
 from iwopd.data.prompts import DataError, MixedOrder, PromptOrder, load_prompts
 from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
 from iwopd.eval.catalog import find_task, load_task
@@ -330,14 +331,14 @@ def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notif
 
 def training_sets(config: Config, tokenizer: Any) -> list[LoadedPrompts]:
     """The file of `data.prompts`, or every set of `data.sets`, read and rendered."""
-    most = config.data.max_prompt_tokens
+    most, chat = config.data.max_prompt_tokens, Chat(tokenizer)
     if not config.data.sets:
-        return [load_prompts(Path(str(config.data.prompts)), tokenizer, most)]
+        return [load_prompts(Path(str(config.data.prompts)), chat, most)]
     chosen = [prompt_set(**item.model_dump(exclude_none=True, exclude={"weight"})) for item in config.data.sets]
     names = [item.name for item in chosen]
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"two sets of data.sets are called {twice[0]!r}: give one of them another name")
-    return [load_set(item, tokenizer, most) for item in chosen]
+    return [load_set(item, chat, most) for item in chosen]
 
 
 def load_tasks(config: Config, world: tiny.World | None, tokenizer: Any, max_tokens: int) -> list[Task]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from iwopd.config import Config, ConfigError, TeacherSource
+from iwopd.data.chat import Chat
 from iwopd.data.teacher_view import PromptTemplate, teacher_prompt
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer
@@ -60,7 +61,7 @@ def _scorer(config: Config, name: str | None, source: TeacherSource, tokenizer: 
         scorer = local(getattr(source, "model", None))
     if source.system is None and source.user is None:
         return scorer
-    return PromptedScorer(scorer, teacher_prompt(tokenizer, PromptTemplate(source.system, source.user)))
+    return PromptedScorer(scorer, teacher_prompt(Chat(tokenizer), PromptTemplate(source.system, source.user)))
 
 
 def _notify(config: Config) -> Callable[[str], None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from iwopd import tiny
 from iwopd.analysis.probe.result import ProbeError
-from iwopd.data.chat import encode
+from iwopd.data.chat import Chat, encode
 from iwopd.data.prompts import load_prompts
 from iwopd.data.sources import records
 from iwopd.eval.catalog import find_task, load_task
@@ -105,7 +105,7 @@ def file_material(path: Path, tokenizer: Any, *, limit: int, task: str | None = 
     """
     spec = None if task is None else find_task(task)
     is_tiny = spec is not None and spec.checker == "tiny"
-    loaded = load_prompts(path, tokenizer, MAX_PROMPT_TOKENS)
+    loaded = load_prompts(path, Chat(tokenizer), MAX_PROMPT_TOKENS)
     notes = []
     if loaded.too_long:
         notes.append(f"{loaded.too_long} prompts have more than {MAX_PROMPT_TOKENS} tokens and were left out")

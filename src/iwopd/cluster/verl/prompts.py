@@ -15,7 +15,7 @@ from typing import Any
 from iwopd.cluster.verl.evaluation import label
 from iwopd.cluster.verl.translate import AGENT_LOOP, DEFAULT_TEACHER, Places, answer_limit, is_limited
 from iwopd.config import Config
-from iwopd.data.chat import render
+from iwopd.data.chat import Chat
 from iwopd.data.fields import DataError
 from iwopd.data.prompts import MixedOrder, PromptOrder
 from iwopd.eval.task import Task
@@ -48,7 +48,7 @@ def write_prompts(
     known = {DEFAULT_TEACHER, *config.teacher.others}
     problems = [prompt for task in tasks for prompt in task.prompts]
     for prompt in [*order.prompts[:TRIED], *problems[:TRIED]]:
-        ids = render(tokenizer, messages(prompt)).token_ids
+        ids = Chat(tokenizer).render(messages(prompt)).token_ids
         if ids != prompt.token_ids:
             here = f"{len(prompt.token_ids)} ids here"
             raise DataError(f"prompt {prompt.id!r} has {here} and {len(ids)} when its messages are rendered alone")

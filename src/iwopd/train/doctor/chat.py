@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from iwopd.data.chat import ChatError, render_text
+from iwopd.data.chat import Chat, ChatError
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
 
@@ -76,7 +76,7 @@ def _same_ids(case: Case, teacher: Any) -> Iterator[Finding]:
 
 def _render(tokenizer: Any, *, thinking: bool = False) -> str | None:
     try:
-        return render_text(tokenizer, MESSAGES, thinking=thinking)
+        return Chat(tokenizer, kwargs={"enable_thinking": thinking}).text(MESSAGES)
     except ChatError:
         return None
 

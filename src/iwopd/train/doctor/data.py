@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from iwopd.data.chat import ChatError, render_text
+from iwopd.data.chat import Chat, ChatError
 from iwopd.eval.checkers import prompt_checker
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
@@ -55,7 +55,7 @@ def check_contamination(prompts: Sequence[Prompt], tasks: dict[str, Sequence[Pro
 def _empty(case: Case) -> Iterator[Finding]:
     """An empty message is rendered to the template alone."""
     try:
-        nothing = render_text(case.student.tokenizer, [{"role": "user", "content": ""}]).split()
+        nothing = Chat(case.student.tokenizer).text([{"role": "user", "content": ""}]).split()
     except ChatError:  # a template that refuses empty messages has done so at loading
         return
     empty = [prompt for prompt in case.prompts if prompt.text.split() == nothing]
