@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import hypothesis
 import torch
 
-# Results must not depend on the machine's size, nor those of a child process differ from ours. Side by side, tests have a core each.
+# Results must not depend on the machine's size, nor differ between this process and its children. Side by side: a core each.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1)
 torch.set_num_threads(THREADS)
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
