@@ -105,9 +105,8 @@ class RolloutServer:
         }
 
 
-@contextmanager
-def serving(server: RolloutServer) -> Iterator[str]:
-    """Its URL, while it answers."""
+def listening(server: RolloutServer, port: int = 0) -> ThreadingHTTPServer:
+    """On a port of this machine; `serve_forever` answers."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -140,12 +139,18 @@ def serving(server: RolloutServer) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, daemon=True)
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+@contextmanager
+def serving(server: RolloutServer) -> Iterator[str]:
+    """Its URL, while it answers."""
+    there = listening(server)
+    thread = threading.Thread(target=there.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.server_port}"
+        yield f"http://127.0.0.1:{there.server_port}"
     finally:
-        listening.shutdown()
-        listening.server_close()
+        there.shutdown()
+        there.server_close()
         thread.join()
