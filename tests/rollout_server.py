@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,8 @@ def listening(server: RolloutServer, port: int = 0) -> ThreadingHTTPServer:
             if isinstance(body, dict) and body.get("stream"):
                 self._stream(server.events(body))
             else:
-                self._reply(server.answer(self.path, body))
+                with suppress(ConnectionAbortedError):  # a server that dies in the midst of it
+                    self._reply(server.answer(self.path, body))
 
         def _stream(self, events: Iterator[bytes]) -> None:
             self.send_response(200)
