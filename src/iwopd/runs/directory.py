@@ -70,7 +70,8 @@ class RunDirectory:
     def check_free(self) -> None:
         """Refuse a directory that holds a run, or that cannot be made (nothing is made yet)."""
         if (self.path / "run.json").exists():
-            refuse_owned(self.path)
+            if self._ownership is None:
+                refuse_owned(self.path)
             raise RunError(
                 f"{self.path} holds a run already: continue it with --resume, or choose another directory with --out"
             )
