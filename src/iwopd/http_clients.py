@@ -1,11 +1,14 @@
-"""What all our HTTP clients share: keys that never show, servers on this machine without a proxy, answers read as JSON."""
+"""What all our HTTP clients share: keys that never show, servers on this machine without a proxy, answers in JSON that are
+bounded in size and time and never unpacked.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import ssl
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,8 +19,21 @@ CONNECT_SECONDS = 10.0
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
+BYTES_PER_ANSWER = 2**18
+BYTES_PER_TOKEN = 2**10
+"""Of an honest answer in JSON, at most."""
+
+
 class GarbledError(Exception):
-    """A whole answer that is not JSON."""
+    """A whole answer that cannot be read."""
+
+
+class UnreachableError(Exception):
+    """A transport error, or no whole answer in time: worth another try."""
+
+
+class OversizedError(Exception):
+    """An answer that grows beyond what the question needs."""
 
 
 def client_settings(urls: Iterable[str]) -> dict[str, Any]:
@@ -52,6 +68,34 @@ def hide_key(text: str, variable: str | None, most: int = 300) -> str:
     key = os.environ.get(variable, "").strip() if variable else ""
     plain = text.replace(key, "[key]") if key else text
     return " ".join("".join(letter if letter.isprintable() else " " for letter in plain).split())[:most]
+
+
+async def exchange(
+    session: httpx.AsyncClient, method: str, url: str, *, headers: dict[str, str], body: Any, seconds: float, most_bytes: int
+) -> tuple[int, bytes]:
+    """Status and content of one answer, which has `seconds` from the first word to the last, however they drip."""
+    data = body if isinstance(body, bytes) else encode(body)
+    if isinstance(body, bytes):
+        headers = {**headers, "Content-Type": "application/octet-stream"}
+    try:
+        async with asyncio.timeout(seconds), session.stream(method, url, content=data, headers=headers) as response:
+            return response.status_code, b"".join([piece async for piece in bounded(response, most_bytes)])
+    except TimeoutError:
+        raise UnreachableError(f"no whole answer within {seconds:g} s") from None
+    except httpx.TransportError as error:
+        raise UnreachableError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
+
+
+async def bounded(response: httpx.Response, most_bytes: int) -> AsyncIterator[bytes]:
+    """The pieces of an answer as they come. A megabyte may unpack to a thousand: we ask for plain ones, and take no others."""
+    if (encoding := response.headers.get("Content-Encoding", "identity").strip().lower()) not in ("", "identity"):
+        raise GarbledError(f"packed ({encoding[:20]}), although it was asked for plainly")
+    size = 0
+    async for piece in response.aiter_raw():
+        size += len(piece)
+        if size > most_bytes:
+            raise OversizedError(f"the answer has more than {most_bytes} bytes, far more than the question needs")
+        yield piece
 
 
 def encode(body: Any) -> bytes | None:
