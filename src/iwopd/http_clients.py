@@ -7,15 +7,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import ssl
-from collections.abc import AsyncIterator, Iterable
-from functools import cache
+from collections.abc import AsyncIterator, Iterable, Mapping
+from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 CONNECT_SECONDS = 10.0
+HIDDEN = "[key]"
+LEAST_KEY = 8
+"""Letters of a key that is looked for in whole answers: a shorter one may be there by chance."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -64,10 +68,36 @@ def key_headers(variable: str | None, *, error: type[Exception]) -> dict[str, st
 
 
 def hide_key(text: str, variable: str | None, most: int = 300) -> str:
-    """A server's words, on one line, without the key should it have repeated it."""
+    """A server's words, on one line, without the key should it have repeated it in whatever spelling."""
     key = os.environ.get(variable, "").strip() if variable else ""
-    plain = text.replace(key, "[key]") if key else text
+    plain = _spellings(key).sub(HIDDEN, text) if key else text
     return " ".join("".join(letter if letter.isprintable() else " " for letter in plain).split())[:most]
+
+
+def without_key(content: bytes, headers: Mapping[str, str]) -> bytes:
+    """An answer in which the key of the question is hidden, before anybody reads it: no error can show it then."""
+    key = headers.get("Authorization", "").removeprefix("Bearer ")
+    if len(key) < LEAST_KEY:
+        return content
+    if (plain := key.encode()) in content:
+        content = content.replace(plain, HIDDEN.encode())
+    size = int.from_bytes(content[:8], "little")
+    end = 8 + size if content[8:9] == b"{" and size < len(content) else len(content)  # safetensors have words in front only
+    words = content[:end]
+    if b"\\" in words:
+        words = _spellings(key).sub(HIDDEN, words.decode("latin-1")).encode("latin-1")
+    return words + content[end:]
+
+
+@lru_cache(maxsize=16)
+def _spellings(key: str) -> re.Pattern[str]:
+    """A key as JSON, URLs and HTML may write it, also one inside the other. Repetitions are bounded: others write the text."""
+
+    def letter(one: str) -> str:
+        code = ord(one)
+        return rf"(?:\\{{0,8}}{re.escape(one)}|(?i:\\{{1,8}}u{code:04x}|%{code:02x}|&\#(?:0{{0,4}}{code}|x0{{0,4}}{code:x});))"
+
+    return re.compile("".join(map(letter, key)))
 
 
 async def exchange(
@@ -79,7 +109,8 @@ async def exchange(
         headers = {**headers, "Content-Type": "application/octet-stream"}
     try:
         async with asyncio.timeout(seconds), session.stream(method, url, content=data, headers=headers) as response:
-            return response.status_code, b"".join([piece async for piece in bounded(response, most_bytes)])
+            content = b"".join([piece async for piece in bounded(response, most_bytes)])
+            return response.status_code, without_key(content, headers)
     except TimeoutError:
         raise UnreachableError(f"no whole answer within {seconds:g} s") from None
     except httpx.TransportError as error:

@@ -23,6 +23,7 @@ from iwopd.http_clients import (
     encode,
     hide_key,
     key_headers,
+    without_key,
 )
 from iwopd.rollout.connection import LONGEST_WAIT, MOST_BYTES, Connection, ServerError
 from iwopd.rollout.requests import continued
@@ -149,7 +150,7 @@ class ServerStream(Stream):
                 most = MOST_BYTES + BYTES_PER_TOKEN * len(request["prompt"]) + BYTES_PER_EVENT * request["max_tokens"]
                 async for line in _lines(bounded(response, most)):
                     if line.startswith(EVENT) and (text := line.removeprefix(EVENT).strip()) != END:
-                        yield self._choice(text)
+                        yield self._choice(without_key(text.encode(), headers).decode())
             except (GarbledError, OversizedError) as error:
                 raise ServerError(f"the rollout server {url} cannot be understood: {error}") from None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import json
 import math
+import select
 import socket
 import sys
 from collections.abc import Mapping
@@ -122,10 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _abandoned(self) -> bool:
         """Whether the client has closed its connection, and waits for nothing any more."""
-        try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
+        waiting = select.poll()
+        waiting.register(self.connection, select.POLLIN)
+        try:  # not `recv` alone: it would wait for the connection's timeout
+            return bool(waiting.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
         except OSError:
             return True
 
