@@ -1,19 +1,34 @@
-"""Programs that some tests need and Debian has: found, or installed where this process may."""
+"""Programs that some tests need and Debian has: found, or installed where that was asked for."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from functools import cache
+
+
+def may_install() -> bool:
+    """Only a machine that is thrown away, or one whose owner asked, gets system packages: CI sets `CI`, others `IWOPD_APT=1`."""
+    asked = os.environ.get("IWOPD_APT", os.environ.get("CI", "")).lower()
+    return asked not in ("", "0", "false", "no") and os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
 @cache
 def find(command: str, package: str) -> str | None:
-    """Path of a command; as root on Debian its package is installed if it is missing. None if it cannot be had."""
+    """Path of a command. If it is missing, its package is installed where that is allowed, with a word before. None: skip."""
     found = shutil.which(command)
-    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
+    if found is None and may_install():
+        print(f"\ntests: installing the system package {package} (apt-get)", file=sys.__stderr__, flush=True)
         for words in (["update", "-q"], ["install", "-y", "-q", "--no-install-recommends", package]):
             subprocess.run(["apt-get", *words], capture_output=True, check=False, timeout=600)
         found = shutil.which(command)
     return found
+
+
+def missing(package: str) -> str:
+    """Why a test is skipped, and what would let it run."""
+    return (
+        f"{package} is not installed: install it (apt-get install {package}), or let the tests do it with IWOPD_APT=1 as root"
+    )

@@ -1,4 +1,4 @@
-"""Servers that send too much, too slowly, or numbers that no float holds, to the client of rollouts. Real servers on this machine."""
+"""Servers that send too much, too slowly, numbers that no float holds, or the key itself. Real servers on this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def whole(body: bytes, *headers: bytes, status: bytes = b"200 OK") -> Callable[[
 def streamed(url: str, key: str | None = None) -> Any:
     """What the streaming client puts into its inbox first."""
     inbox = Inbox()
-    stream = ServerStream(Connection(url, key, request_timeout=1.0, patience=0.1), {}, 1, inbox)
+    stream = ServerStream(Connection(url, key, request_timeout=30.0, patience=0.1), {}, 1, inbox)
     try:
         stream.start(0, dict(REQUEST))
         return inbox.get()
@@ -78,8 +79,8 @@ def streamed(url: str, key: str | None = None) -> Any:
 
 
 def test_an_answer_is_never_unpacked() -> None:
-    """A megabyte that would become a gigabyte."""
-    packed = gzip.compress(bytes(2**28), 9)
+    """A megabyte that would become a thousand."""
+    packed = gzip.compress(bytes(2**26), 9)
     tracemalloc.start()
     with saying(whole(packed, b"Content-Encoding: gzip")) as url:
         with pytest.raises(ServerError, match=r"packed \(gzip\), although it was asked for plainly"):
@@ -186,9 +187,9 @@ def test_no_error_of_any_client_shows_the_key(spelling: str) -> None:
         with saying(whole(f"{body}".encode(), status=status)) as url:
             scorer = ServerScorer(TeacherSource(urls=[url], api_key_env="SOME_KEY", patience=0.1, request_timeout=5.0))
             for ask in (
-                lambda: scorer.ask("/v1/models"),
-                lambda: scorer.try_out([], vocab_size=4, max_tokens=4),
-                lambda: Connection(url, "SOME_KEY", patience=0.1).post("/v1/x", {}),
+                partial(scorer.ask, "/v1/models"),
+                partial(scorer.try_out, [], vocab_size=4, max_tokens=4),
+                partial(Connection(url, "SOME_KEY", patience=0.1).post, "/v1/x", {}),
             ):
                 try:
                     assert_hidden(repr(ask()))
@@ -199,7 +200,7 @@ def test_no_error_of_any_client_shows_the_key(spelling: str) -> None:
 
 
 def test_hiding_a_key_takes_no_longer_than_reading() -> None:
-    for hostile in ("\\" * 2**20, KEY[:-1] * 2**15, "%73" * 2**18):
+    for hostile in ("\\" * 2**17, KEY[:-1] * 2**13, "%73" * 2**15):
         hide_key(hostile, "SOME_KEY")  # would take hours if it were quadratic
         without_key(hostile.encode(), {"Authorization": f"Bearer {KEY}"})
 

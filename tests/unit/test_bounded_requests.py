@@ -61,6 +61,14 @@ def test_more_than_one_client_may_ask_for_is_refused_with_the_limits(server: Tea
     assert server.model.batches == before
 
 
+def test_a_body_that_could_never_be_taken_is_not_read(server: TeacherServer) -> None:
+    for length in (b"9" * 5000, b"%d" % 2**40, b"-1", b"x", "٣".encode()):
+        with socket.create_connection(server.server_address[:2], timeout=60) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + length + b"\r\n\r\n")
+            content = connection.recv(2**12)
+        assert b" 413 " in content
+
+
 def test_the_same_in_our_own_dialect(server: TeacherServer) -> None:
     count = MOST_SEQUENCES + 1
     tensors = {

@@ -134,6 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit() and len(length) < 20) or int(length) > most:
             self.close_connection = True
+            left = int(length) if length.isdecimal() and len(length) < 9 and int(length) <= MOST_BYTES else 0
+            while left > 0 and (piece := self.rfile.read(min(left, 2**16))):  # else the client does not hear why
+                left -= len(piece)
             raise RefusalError(413, f"a request needs a Content-Length of at most {most}")
         return self.rfile.read(int(length))
 
