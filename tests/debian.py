@@ -10,7 +10,7 @@ from functools import cache
 
 
 def may_install() -> bool:
-    """Only a machine that is thrown away, or one whose owner asked, gets system packages: CI sets `CI`, others `IWOPD_APT=1`."""
+    """Only a machine that is thrown away, or whose owner asked, gets system packages: CI sets `CI`, others `IWOPD_APT=1`."""
     asked = os.environ.get("IWOPD_APT", os.environ.get("CI", "")).lower()
     return asked not in ("", "0", "false", "no") and os.geteuid() == 0 and shutil.which("apt-get") is not None
 
