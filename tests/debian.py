@@ -27,6 +27,12 @@ def find(command: str, package: str) -> str | None:
     return found
 
 
+def lacking() -> list[str]:
+    """The packages that tests would use and that nothing here replaces."""
+    browser = os.environ.get("IWOPD_CHROMIUM") or any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
+    return [*(["bubblewrap"] if shutil.which("bwrap") is None else []), *([] if browser else ["chromium"])]
+
+
 def missing(package: str) -> str:
     """Why a test is skipped, and what would let it run."""
     return (

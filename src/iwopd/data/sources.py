@@ -19,6 +19,7 @@ from typing import Any
 import platformdirs
 
 from iwopd.errors import UserError
+from iwopd.filesystem import sha256
 
 DATA_FOLDER = "IWOPD_DATA"
 """Environment variable: a folder whose files are preferred to downloads."""

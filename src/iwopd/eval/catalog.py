@@ -14,6 +14,7 @@ or a `TaskSpec` (or a function that returns one) that an entry point in the grou
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -64,13 +65,13 @@ for _spec in (
         "humaneval+",
         "humanevalplus_release/releases/download/v0.1.10",
         "HumanEvalPlus.jsonl",
-        "228722cf9de946ab6134f0be7f441c5f3ef6867abd2ccf234dcfad33d1f08bd6",
+        "42526ec0e7d5f3ee0b06d6ced98f8c8bae3d76519151bfb3d36f79010645bd7f",
     ),
     _code(
         "mbpp+",
         "mbppplus_release/releases/download/v0.2.0",
         "MbppPlus.jsonl",
-        "4f770ad7a32332155c496dc2a4992040306f975a5d9bb0c58a5b4e4450bf4caa",
+        "b54e762755248ca411b523c917fa9f93c07b5ff2966bf60b3917b853926a3dad",
     ),
     TaskSpec("tiny", "tiny"),
     TaskSpec("tiny-drift", "tiny", world="drift"),
