@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -141,7 +142,11 @@ def test_a_living_owner_on_another_machine_is_respected(tmp_path: Path, monkeypa
 @pytest.mark.usefixtures("hurried")
 def test_without_locks_the_process_itself_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "_lock", lambda descriptor: None)
-    monkeypatch.setattr(owner.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks here")))
+
+    def no_locks(*_: Any) -> None:
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     written(tmp_path)  # of this process, which lives
     with pytest.raises(RunError, match=f"in use by process {os.getpid()} on"):
         take(tmp_path)

@@ -140,7 +140,14 @@ class Ownership:
 
 
 _HELD: weakref.WeakSet[Ownership] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [held.leave() for held in list(_HELD)])
+
+
+def _leave_all() -> None:
+    for held in list(_HELD):
+        held.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
 
 
 @contextmanager
