@@ -32,11 +32,12 @@ from iwopd.eval.code import FLOAT_ATOL, CodeOutcome, Judge, check_all, close, is
 from iwopd.eval.evalplus_problems import CodeProblem
 from iwopd.eval.sandbox import probe, wire
 from iwopd.eval.sandbox.run import Digest, Program, Report, run
+from iwopd.eval.sandbox.unbuilt import Related, built, same_elements
 
 MIN_SECONDS, REFERENCE_FACTOR, MOST_SECONDS = 1.0, 4.0, 60.0
 """EvalPlus's limits: a test may take 4 times as long as the canonical solution, but 1 s in any case; all together 60 s."""
 _CANONICAL_SECONDS = 600.0
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _run_canonical(problem: CodeProblem, inputs: list[Any], unsafe: bool, backen
     if end.status != "complete":
         reason = end.detail or (reports[-1].error if reports else end.status)
         raise SourceError(f"{problem.id}: the canonical solution gives no expected outputs: {reason}")
-    outputs = [report.value for report in reports]
+    outputs = [built(report.value) for report in reports]
     if problem.dataset == "mbpp" and problem.entry_point in _NOT_NONE:
         outputs = [output is not None for output in outputs]
     return Expected(outputs, [report.seconds for report in reports])
@@ -188,7 +189,8 @@ class _Right:
     def __call__(self, index: int, result: Any) -> bool:
         problem, expected, arguments = self.problem, self.outputs[index], self.inputs[index]
         if problem.dataset == "humaneval" and problem.entry_point == "find_zero":
-            return not self.published and _is_root(arguments[0], result, self.atol)
+            root = result.value if isinstance(result, Related) else result
+            return not self.published and _is_root(arguments[0], root, self.atol)
         if isinstance(expected, Digest) or isinstance(result, Digest):
             return same(result, expected)
         exact = bool(result == expected)
@@ -210,7 +212,7 @@ def _mbpp_oracle(problem: CodeProblem, arguments: list[Any], result: Any, expect
     if name == "digit_distance_nums":  # Mbpp/558: or digit by digit, the shorter number filled with zeros
         return exact or bool(result == _digit_distance(*arguments))
     if name in _SET_LIKE:
-        return _same_set(result, expected)
+        return same_elements(result.value if isinstance(result, Related) else result, expected)
     if name in _NOT_NONE:
         return bool(result == expected) if isinstance(result, bool) else bool(expected == (result is not None))
     return exact
@@ -231,19 +233,6 @@ def _pyramid(edge: float, height: float) -> int:
 def _digit_distance(first: Any, second: Any) -> int:
     width = max(len(str(first)), len(str(second)))
     return sum(abs(int(a) - int(b)) for a, b in zip(str(first).zfill(width), str(second).zfill(width), strict=True))
-
-
-def _same_set(result: Any, expected: Any) -> bool:
-    """`set(result) == set(expected)`, without building a table of keys that the program chose (they could all collide)."""
-    try:
-        wanted, found = set(expected), set()
-        for item in result:
-            if item not in wanted:
-                return False
-            found.add(item)
-    except TypeError:
-        return False
-    return found == wanted
 
 
 def _is_number(value: Any) -> bool:

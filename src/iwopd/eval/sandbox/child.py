@@ -12,7 +12,7 @@ import sys
 import types
 from typing import Any
 
-from . import landlock, limits, seccomp, wire
+from . import landlock, limits, relatives, seccomp, wire
 
 
 def main() -> None:
@@ -55,12 +55,17 @@ def _load(channel: int, source: str, entry_point: str) -> Any:
         os._exit(0)
 
 
+_SENT = {type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict}
+
+
 def _call(function: Any, index: int, arguments: bytes) -> Any:
     try:
         result = function(*wire.decode(arguments, wire.JOB))  # decoded per call: calls share nothing
     except BaseException as error:
         return ("raised", index, _describe(error))
-    return ("returned", index, result)
+    if type(result) in _SENT or (plain := relatives.plain(result)) is result:
+        return ("returned", index, result)
+    return ("related", index, plain)
 
 
 def _send(channel: int, message: Any) -> None:
@@ -74,7 +79,7 @@ def _send(channel: int, message: Any) -> None:
 
 
 def _pack(message: Any) -> bytes:
-    if message[0] != "returned":
+    if message[0] not in ("returned", "related"):
         return wire.encode(message)
     result = message[2]
     try:

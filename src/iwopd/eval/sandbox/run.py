@@ -23,6 +23,7 @@ from typing import Any, Literal
 from iwopd.errors import UserError
 from iwopd.eval.sandbox import interpreter, wire
 from iwopd.eval.sandbox.backends import Backend
+from iwopd.eval.sandbox.unbuilt import Related
 
 _TICK = 0.05
 _START_SECONDS = 120.0  # a bare Python starts in 0.03 s
@@ -49,7 +50,9 @@ class Program:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of one call: the value it returned, a `Digest` if it is too large to send, or the error it raised."""
+    """The outcome of one call: the value it returned (sets and dicts as `Bag`, a value of a related type as `Related`), a
+    `Digest` if it is too large to send, or the error it raised.
+    """
 
     index: int
     value: Any
@@ -244,6 +247,8 @@ class _Session:
             raise _Over("forged", f"not a report on test {index + 1}")
         if message[0] == "returned":
             return Report(index, message[2], None, seconds)
+        if message[0] == "related":
+            return Report(index, Related(message[2]), None, seconds)
         if message[0] == "digest" and type(message[2]) is bytes:
             return Report(index, Digest(message[2]), None, seconds)
         if message[0] == "raised" and type(message[2]) is str:
