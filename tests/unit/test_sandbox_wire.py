@@ -163,7 +163,6 @@ def test_what_equals_plain_data_goes_as_such(thing: Any, equal: Any) -> None:
         (Decimal("0.1"), 0.1),
         (Decimal("NaN"), math.nan),
         (_Point(1, 2), [1, 2]),
-        ({1: [2]}.items(), {1}),
     ],
 )
 def test_what_does_not_equal_it_does_not(thing: Any, other: Any) -> None:
@@ -245,7 +244,8 @@ def test_a_bag_goes_into_no_table_and_holds_nothing_twice() -> None:
 @pytest.mark.parametrize(
     ("result", "expected", "right"),
     [([1, 1, 2], (2, 1), True), ({1, 2}, [1, 2], True), ({1: 5}, [1], True), ("aba", ["a", "b"], True),
-     ([(1, [2])], [1], False), (5, [5], False), ([1], [1, 2], False), ([frozenset({1})], [frozenset({1})], True), ([{1}], [{1}], False)],
+     ([(1, [2])], [1], False), (5, [5], False), ([1], [1, 2], False), ([frozenset({1})], [frozenset({1})], True),
+     ([{1}], [{1}], False)],
 )  # fmt: skip
 def test_elements_compare_as_sets_of_them_would(result: Any, expected: Any, right: bool) -> None:
     assert same_elements(decode(encode(result)), expected) is right

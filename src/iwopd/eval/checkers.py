@@ -6,7 +6,6 @@ judges answers by the prompts' field `answer` (`eval.task.one_by_one` makes one 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -98,8 +97,9 @@ def exact_checker(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdi
 
 def code_task(spec: TaskSpec, opening: Opening) -> Task:
     """Problems of EvalPlus, with base and plus tests in the sandbox; right means that both pass."""
-    from iwopd.eval.evalplus import check_solutions, extract_code
+    from iwopd.eval.evalplus import check_solutions
     from iwopd.eval.evalplus_problems import load_problems
+    from iwopd.eval.fences import extract_code
 
     problems = {problem.id: problem for problem in load_problems(problem_file(spec, opening.data))}
 
@@ -168,4 +168,4 @@ CHECKERS.add("tiny", OwnProblems(tiny_task, PromptChecker(tiny_checker, _no_expr
 
 
 def _squeeze(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip()
+    return " ".join(text.split())

@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -151,7 +150,7 @@ def check_solution(
     unsafe: bool = False,
     backend: str | None = None,
 ) -> CodeVerdict:
-    """Run the whole program `source` (see `extract_code`) on the problem's base and plus tests, each in a fresh process."""
+    """Run the whole program `source` on the problem's base and plus tests, each in a fresh process."""
     expected = expected or expected_outputs(problem, unsafe=unsafe, backend=backend)
     chosen = probe.choose(unsafe=unsafe, name=backend)
     outcomes = []
@@ -237,21 +236,3 @@ def _digit_distance(first: Any, second: Any) -> int:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
-
-
-# --- from a model's answer to a program
-
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
-
-
-def extract_code(text: str, entry_point: str = "") -> str:
-    """The program in a model's answer: the last fenced Python block that defines `entry_point`, or else the text as it is.
-    Without an entry point it is the last one.
-
-    The last, because models think first and answer last. A block counts as Python when its fence says so or says nothing; one
-    that was cut off before its closing fence counts too.
-    """
-    name = re.escape(entry_point)
-    defines = re.compile(rf"^(?:async\s+def|def|class)\s+{name}\b|^{name}\s*=", re.MULTILINE)
-    blocks = [block for language, block in _FENCE.findall(text) if language.lower() in ("", "python", "python3", "py")]
-    return next((block for block in reversed(blocks) if not entry_point or defines.search(block)), text)

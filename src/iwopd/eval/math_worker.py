@@ -59,8 +59,8 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
 ]
 _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\overline\{\s*(\d+)\s*\}")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
-_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
-_PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|percent)$")
+_DEGREES = re.compile(r"(?<!\d)(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+_PERCENT = re.compile(r"(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|percent)$")
 _SIDE_BY_SIDE = re.compile(rf"-?\d+(?:\.\d+)?(?:{_GAP}\d+(?:\.\d+)?)+")
 
 
@@ -88,9 +88,10 @@ def read(latex: str) -> Reading:
     text = _REPEATING.sub(_repeating_decimal, text)
     if _TRIGONOMETRIC.search(text):  # as an answer 90^\circ is 90, but \cos 60^\circ is not the cosine of 60
         text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
-    without_sign = _PERCENT.sub("", text.strip())
-    percent = without_sign != text.strip()
-    if _SIDE_BY_SIDE.fullmatch(without_sign.strip()):
+    text = text.strip()
+    without_sign = _PERCENT.sub("", text).rstrip()
+    percent = without_sign != text
+    if _SIDE_BY_SIDE.fullmatch(without_sign):
         raise UnreadableError("is numbers side by side, which could mean anything")  # math-verify adds them (1 2 is 3)
     given = {"basic_latex": True, "units": True, "malformed_operators": True, "nits": True, "boxed": "none", "equations": False}
     rules = NormalizationConfig(**given)
