@@ -360,11 +360,11 @@ def test_a_digest_is_of_all_pieces() -> None:
 
 @pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
 def test_the_filter_allows_and_forbids(machine: str, column: int) -> None:
-    program = seccomp.build(4242, machine)
+    program, writing = seccomp.build(4242, machine), seccomp.build(4242, machine, writes=True)
     audit = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
     allow, kill, eperm, enosys = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
 
-    def verdict(number: int, *arguments: int, architecture: int = audit) -> int:
+    def verdict(number: int, *arguments: int, architecture: int = audit, program: bytes = program) -> int:
         return _execute(program, struct.pack("<IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments))))
 
     numbers = {
@@ -374,15 +374,28 @@ def test_the_filter_allows_and_forbids(machine: str, column: int) -> None:
         "prctl": (157, 167), "seccomp": (317, 277), "bpf": (321, 280), "io_uring_setup": (425, 425), "openat2": (437, 437),
         "unlinkat": (263, 35), "mkdirat": (258, 34), "truncate": (76, 45), "setrlimit": (160, 164),
         "process_vm_readv": (310, 270), "pidfd_send_signal": (424, 424), "rt_sigqueueinfo": (129, 138), "execveat": (322, 281),
-        "socketpair": (53, 199),
+        "socketpair": (53, 199), "sendto": (44, 206), "fchmod": (91, 52), "fchmodat": (268, 53), "fchownat": (260, 54),
+        "utimensat": (280, 88), "setxattr": (188, 5), "linkat": (265, 37), "symlinkat": (266, 36), "mknodat": (259, 33),
+        "ftruncate": (77, 46), "connect": (42, 203), "bind": (49, 200), "sendmsg": (46, 211),
     }  # fmt: skip
     call = {name: pair[column] for name, pair in numbers.items()}
     assert verdict(call["read"]) == verdict(call["write"]) == allow
     assert verdict(call["read"], architecture=0x40000003) == kill, "32-bit calls have other numbers"
-    for name in ("clone", "execve", "execveat", "socket", "socketpair", "ptrace", "unshare", "mount", "memfd_create", "prctl",
+    for name in ("clone", "execve", "execveat", "socket", "connect", "bind", "sendmsg", "ptrace", "unshare", "mount",
+                 "memfd_create", "prctl",
                  "seccomp", "bpf", "io_uring_setup", "unlinkat", "mkdirat", "truncate", "setrlimit", "process_vm_readv",
                  "pidfd_send_signal", "rt_sigqueueinfo"):  # fmt: skip
         assert verdict(call[name]) == eperm, name
+        assert name in ("unlinkat", "mkdirat") or verdict(call[name], program=writing) == eperm, name
+    for name in ("fchmod", "fchmodat", "fchownat", "utimensat", "setxattr", "linkat", "symlinkat", "mknodat"):
+        assert verdict(call[name], program=writing) == eperm, f"no other wall stops {name}"
+    assert verdict(call["unlinkat"], program=writing) == verdict(call["ftruncate"], program=writing) == allow
+    assert verdict(call["openat"], 0, 0, 0o1101, program=writing) == allow
+    assert verdict(call["openat"], 0, 0, 0o20200002, program=writing) == eperm, "a file without a name"
+    assert verdict(call["socketpair"], 1, 0o2000001) == allow
+    assert verdict(call["socketpair"], 1, 2) == verdict(call["socketpair"], 2, 1) == eperm, "datagrams find others"
+    assert verdict(call["sendto"], 3, 4, 5, 6, 0) == allow
+    assert verdict(call["sendto"], 3, 4, 5, 6, 7) == verdict(call["sendto"], 3, 4, 5, 6, 1 << 32) == eperm
     assert verdict(call["clone3"]) == verdict(call["openat2"]) == enosys
     assert verdict(call["openat"], 0, 0, 0o2000000) == allow
     for flags in (1, 2, 0o100, 0o1000, 0o2000, 0o20200000):

@@ -30,7 +30,7 @@ from iwopd.data.sources import SourceError
 from iwopd.eval.code import FLOAT_ATOL, CodeOutcome, Judge, check_all, close, is_floats, same
 from iwopd.eval.evalplus_problems import CodeProblem
 from iwopd.eval.sandbox import probe, wire
-from iwopd.eval.sandbox.run import Digest, Program, Report, run
+from iwopd.eval.sandbox.run import SLEEP_SECONDS, Digest, Program, Report, run
 from iwopd.eval.sandbox.unbuilt import Related, built, same_elements
 
 MIN_SECONDS, REFERENCE_FACTOR, MOST_SECONDS = 1.0, 4.0, 60.0
@@ -99,7 +99,7 @@ def _run_canonical(problem: CodeProblem, inputs: list[Any], unsafe: bool, backen
         return report.error is None
 
     arguments, limits = [wire.encode_plain(item) for item in inputs], [_CANONICAL_SECONDS] * len(inputs)
-    job = Program(problem.reference, problem.entry_point, arguments, limits, _CANONICAL_SECONDS)
+    job = Program(problem.reference, problem.entry_point, arguments, limits, _CANONICAL_SECONDS, _CANONICAL_SECONDS)
     end = run(job, probe.choose(unsafe=unsafe, name=backend), receive)
     if end.status != "complete":
         reason = end.detail or (reports[-1].error if reports else end.status)
@@ -150,19 +150,24 @@ def check_solution(
     unsafe: bool = False,
     backend: str | None = None,
 ) -> CodeVerdict:
-    """Run the whole program `source` on the problem's base and plus tests, each in a fresh process."""
+    """Run the whole program `source` on the problem's base and plus tests, each in a fresh process.
+
+    Both together may sleep 10 s; their CPU time is limited as EvalPlus limits it.
+    """
     expected = expected or expected_outputs(problem, unsafe=unsafe, backend=backend)
     chosen = probe.choose(unsafe=unsafe, name=backend)
-    outcomes = []
+    outcomes, sleep = [], SLEEP_SECONDS
     for inputs, part in zip((problem.base_input, problem.plus_input), expected, strict=True):
         if not inputs:
             outcomes.append(CodeOutcome("pass", "", 0, 0, 0.0))
             continue
         limits = [max(MIN_SECONDS, REFERENCE_FACTOR * seconds) for seconds in part.seconds]
         total = max(min(MOST_SECONDS, sum(limits)) + 1.0, 2.0 * sum(part.seconds))
-        job = Program(source, problem.entry_point, [wire.encode_plain(item) for item in inputs], limits, total)
+        job = Program(source, problem.entry_point, [wire.encode_plain(item) for item in inputs], limits, total, sleep)
         judge = Judge(_Right(problem, inputs, part.outputs, as_published))
-        outcomes.append(judge.outcome(run(job, chosen, judge.receive), len(inputs)))
+        end = run(job, chosen, judge.receive)
+        sleep = max(0.0, sleep - end.slept)
+        outcomes.append(judge.outcome(end, len(inputs)))
     return CodeVerdict(problem.id, *outcomes)
 
 

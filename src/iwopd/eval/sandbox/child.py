@@ -32,14 +32,24 @@ def main() -> None:
 def _lock(walls: dict[str, Any]) -> None:
     if walls["parent"]:
         limits.die_with_parent(walls["parent"])
-    limits.set_rlimits(walls["memory"], walls["cpu_seconds"])
+    limits.set_rlimits(walls["memory"], walls["cpu_seconds"], walls["file_bytes"])
     if walls["privileges"]:
         limits.no_new_privileges()
         limits.drop_capabilities()
     if walls["readable"]:
-        landlock.restrict(walls["readable"])
+        _remember_library()
+        landlock.restrict(walls["readable"], walls["writable"])
     if walls["seccomp"]:
-        seccomp.install(seccomp.build(os.getpid()))
+        seccomp.install(seccomp.build(os.getpid(), writes=walls["writes"]))
+
+
+def _remember_library() -> None:
+    """Let imports know the names in the library's folder, which cannot be listed any more: other packages are in it, too."""
+    for place in sys.path:
+        finder = sys.path_importer_cache.get(place)
+        if finder is not None and hasattr(finder, "_fill_cache"):
+            finder._fill_cache()
+            finder._fill_cache = finder.invalidate_caches = lambda: None  # type: ignore[attr-defined, method-assign]
 
 
 def _load(channel: int, source: str, entry_point: str) -> Any:
