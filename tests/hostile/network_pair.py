@@ -24,6 +24,4 @@ def solve(facts):
                 found.append(attempt())
             except (OSError, ValueError):
                 pass
-    if found:
-        raise MemoryError(open(facts["canary"], "w"), found)
-    return "nothing"
+    return f"broke out: {found}" if found else "nothing"

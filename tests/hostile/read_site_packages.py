@@ -17,12 +17,10 @@ def solve(facts):
             pass
         wheels = glob.glob(folder + "/*.whl")
         sys.path += [folder, *wheels]
-    for name in ("pip", "setuptools", "requests", "numpy", "yaml", "apt", "_distutils_hack"):
+    for name in () if found else ("pip", "setuptools", "requests", "numpy", "yaml", "apt", "_distutils_hack"):
         try:
             __import__(name)
             found.append(name)
         except (ImportError, OSError):
             pass
-    if found:
-        raise MemoryError(open(facts["canary"], "w"), found)
-    return "nothing"
+    return f"broke out: {found[:3]}" if found else "nothing"
