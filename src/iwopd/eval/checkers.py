@@ -100,7 +100,9 @@ def code_task(spec: TaskSpec, opening: Opening) -> Task:
     from iwopd.eval.evalplus import check_solutions
     from iwopd.eval.evalplus_problems import load_problems
     from iwopd.eval.fences import extract_code
+    from iwopd.eval.sandbox import probe
 
+    sandbox = probe.description(unsafe=opening.unsafe)  # refuses here, before a model is loaded
     problems = {problem.id: problem for problem in load_problems(problem_file(spec, opening.data))}
 
     def judge(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
@@ -117,7 +119,7 @@ def code_task(spec: TaskSpec, opening: Opening) -> Task:
         opening.prompt(spec, problem.id, f"{CODE_INSTRUCTION}```python\n{problem.prompt.strip()}\n```")
         for problem in list(problems.values())[: opening.limit]
     ]
-    return Task(spec.name, prompts, judge, spec.samples, spec.temperature, spec.max_tokens)
+    return Task(spec.name, prompts, judge, spec.samples, spec.temperature, spec.max_tokens, sandbox)
 
 
 def tiny_task(spec: TaskSpec, opening: Opening) -> Task:

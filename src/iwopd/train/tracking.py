@@ -52,7 +52,7 @@ class Tracker:
         if not self.is_main:
             return
         result = evaluation.result
-        record = {
+        record: dict[str, Any] = {
             "step": result.step,
             "task": result.task,
             "mean": result.mean,
@@ -63,6 +63,8 @@ class Tracker:
             "problem_ids": list(result.problem_ids),
             "scores": result.scores.tolist(),
         }
+        if evaluation.sandbox:
+            record["sandbox"] = evaluation.sandbox
         self.run.append("evals.jsonl", record)
         self._log(result.step or 0, {f"eval/{result.task}": result.mean})
         if self.view:

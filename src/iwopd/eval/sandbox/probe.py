@@ -45,6 +45,14 @@ def choose(*, unsafe: bool = False, name: str | None = None) -> Backend:
     )
 
 
+def description(*, unsafe: bool = False) -> str:
+    """The backend that `choose` gives, in words for records."""
+    name = choose(unsafe=unsafe).name
+    if name == "none":
+        return "none: programs ran unprotected (--unsafe-no-sandbox)"
+    return f"{name} (--unsafe-no-sandbox was given, but a sandbox works)" if unsafe else name
+
+
 def findings() -> dict[str, str | None]:
     """Why each backend cannot be used; None: it can."""
     return {backend.name: examine(backend) for backend in (Backend("bubblewrap"), Backend("landlock"))}

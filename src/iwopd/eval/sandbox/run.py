@@ -195,6 +195,13 @@ class _Child:
             self.waited = int(Path(f"/proc/{self.pid}/schedstat").read_bytes().split()[1]) / 1e9
             self.queues = True
 
+    def runnable(self) -> bool:
+        """Whether it runs or waits for a processor. Its clock of waiting shows that only when it has got one."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+        except (OSError, IndexError):
+            return False
+
     def overfull(self) -> str | None:
         """Whether it has written too much."""
         if self.mounted:
@@ -294,14 +301,15 @@ class _Session:
         self.child.look()
         now, total = time.monotonic(), self.job.cpu_total
         ran, queued = self.child.cpu - cpu_before, self.child.waited - waited_before
-        self.idle = 0.0 if readable else self.idle + max(0.0, now - before - ran - queued)
+        self.idle = 0.0 if readable else max(0.0, self.idle + now - before - ran - queued)
         self.watched += now - before
         used, whole = self.child.cpu - self.mark, self.child.cpu - self.start
         if used > cpu or whole > total:
             raise _Over("timeout", f"{what}: {used:.1f} s of CPU, {whole:.1f} s in all")
-        if self.idle > min(total, max(cpu, _IDLE_SECONDS)):
+        if self.idle > min(total, max(cpu, _IDLE_SECONDS)) and not self.child.runnable():
             raise _Over("timeout", f"{what}: asleep for {self.idle:.1f} s")
-        if self.slept > (self.job.sleep if self.child.queues else self.job.sleep + 3.0 * total):
+        most = self.job.sleep if self.child.queues else self.job.sleep + 3.0 * total
+        if self.slept > most and not self.child.runnable():
             raise _Over("timeout", f"{what}: asleep for {self.slept:.1f} s in all")
         if problem := self.child.overfull():
             raise _Over("crashed", f"{what}: {problem}")
