@@ -63,21 +63,12 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\mathrm\s*+\{\s*+([ie])\s*+\}"), r"\1"),
     (re.compile(r"(?:\\left\s*+)?\\langle(?![a-zA-Z])"), "("),
     (re.compile(r"(?:\\right\s*+)?\\rangle(?![a-zA-Z])"), ")"),
-    (
-        re.compile(
-            r"^\\text\s*+\{\s*+(?:(?:so|thus|hence|therefore),?\s++)?(?:the\s++)?(?:final\s++)?answer(?:\s++is|\s++equals)?\s*+:?\s*+\}",
-            re.I,
-        ),
-        "",
-    ),
+    (re.compile(rf"^\\text\s*+\{{\s*+{_ANSWER_IS}\s*+\}}", re.IGNORECASE), ""),
 ]
 _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\overline\{\s*(\d+)\s*\}")
 _DOTTED = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\dot\s*+(?:\{(\d+)\}|(\d))(?:(\d*)\\dot\s*+(?:\{(\d)\}|(\d)))?(?![\d\\])")
 """A repeating decimal with dots over the first and the last digit of its period, or over its only one."""
-_WORDS = re.compile(
-    r"(?<=\S)(?:\\[,;:! ]|~|\s)*+\\(?:text(?:normal|bf|it|rm)?|mathrm|mbox)\s*+\{([^{}]*+)\}(?:\^\{?\d\}?)?\s*+\.?$"
-)
-"""Words at the end, after something else."""
+_WORDS = re.compile(r"\\(?:text(?:normal|bf|it|rm)?|mathrm|mbox)\s*+\{([^{}]*+)\}(?:\^\{?\d\}?)?\s*+\.?$")
 _LARGE = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|\s)*+(hundred|thousand|million|billion|trillion|dozen)$")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _DEGREES = re.compile(r"(?<!\d)(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
@@ -148,22 +139,8 @@ def _dotted_decimal(match: re.Match[str]) -> str:
     return _repeating(whole, fixed, "".join(filter(None, period)))
 
 
-# Words that say what is counted or measured, in the singular. Those of other golds count as well: see `_without_unit`.
-_UNITS = frozenset(
-    """m cm mm km dm nm in ft yd mi inch inches foot feet yard mile meter metre centimeter centimetre millimeter millimetre
-    kilometer kilometre sq square cu cubic unit s sec second min minute h hr hour day week month year yr g kg mg gram kilogram lb
-    lbs oz pound ounce ton tonne l ml liter litre milliliter gallon gal quart pint cup mph kmh kmph c f k n j w v a hz pa mol
-    degree deg radian rad celsius fahrenheit kelvin newton joule watt volt ampere ohm dollar usd cent euro eur rupee rs yen yuan
-    peso buck penny pennies percent per each total of the in all mark point edge vertex vertices face side digit number integer
-    solution pair triple tuple set subset function permutation combination arrangement path step move game match team vote book
-    page word letter row column seat chair table box bag bottle stamp pencil pen ticket candy candies cookie cake pie slice pizza
-    dog cat cow chicken rabbit horse sheep fish bird tree flower house car train wheel worker employee customer member player
-    guest friend candidate voter factor divisor multiple prime term element zero root way student person people man men woman
-    women child children boy girl apple orange marble ball card coin tile cube triangle rectangle circle line segment region
-    piece part toy sticker bead block brick acre hectare lap round trip ride ordered distinct real positive possible different
-    value outcome sequence string polynomial matrix matrices graph color colour coloring colouring tower disk area volume length
-    perimeter is answer""".split()  # noqa: SIM905 - a list of two hundred quoted words is harder to read
-)
+# Words that say what is counted or measured, in the singular.
+_UNITS = frozenset(Path(__file__).with_name("math_units.txt").read_text(encoding="ascii").split())
 _NUMBERS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 
@@ -174,15 +151,17 @@ def _without_unit(text: str, also: frozenset[str] | None) -> str:
     everything from the first word on.
     """
     factor = 1
-    while (found := _WORDS.search(text)) is not None:
+    for _ in range(8):  # "5 \\text{ cm} \\text{ each}"; more than that is no unit
+        found = _WORDS.search(text)
+        if found is None or not text[: found.start()].strip(" ~\\,;:!"):  # nothing, or the whole text is words
+            break
         words = _WORD.findall(_SPACES.sub(" ", found[1].lower()))
         if words in (["and"], ["or"], ["percent"], ["pct"], ["percentage"]):
             break
-        known = [word for word in words if word in _NUMBERS]
         if also is not None and not all(word in _NUMBERS or word in also or _is_unit(word) for word in words):
             raise UnreadableError(f"ends in words that are no unit ({found[1].strip()[:40]!r})")
-        factor *= math.prod(_NUMBERS[word] for word in known)
-        text = text[: found.start()].rstrip()
+        factor *= math.prod(_NUMBERS.get(word, 1) for word in words)
+        text = text[: found.start()].rstrip().removesuffix("\\")  # of a "\\ " before it
     if factor == 1 and (large := _LARGE.search(text)) is not None:
         text, factor = text[: large.start()], _NUMBERS[large[1]]
     return text if factor == 1 else rf"{text}\times {factor}"
@@ -193,11 +172,7 @@ _SPACES = re.compile(r"\\[,;:! ]|~")
 
 
 def _is_unit(word: str) -> bool:
-    return (
-        word in _UNITS
-        or word in ("2", "3", "th", "st", "nd", "rd")
-        or any(word.endswith(end) and word[: -len(end)] in _UNITS for end in ("s", "es"))
-    )
+    return word in _UNITS or word.removesuffix("s") in _UNITS or word.removesuffix("es") in _UNITS
 
 
 def _repeated(text: str, value: Any) -> int:
