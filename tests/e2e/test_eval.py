@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -114,7 +115,7 @@ def test_the_sandbox_is_recorded_and_printed(
         "--tasks",
         "humaneval+",
         "--data",
-        f"humaneval+={tmp_path / 'code.jsonl'}",
+        f"humaneval+={tmp_path}/code.jsonl",
         "--max-tokens",
         "4",
     ]
@@ -127,7 +128,8 @@ def test_the_sandbox_is_recorded_and_printed(
         assert "no sandbox works here" in capsys.readouterr().err
         assert not out.exists()
         options.append("--unsafe-no-sandbox")
-    main(["eval", *map(str, options), "--out", str(out)])
+    with contextlib.suppress(SystemExit):
+        main(["eval", *map(str, options), "--out", str(out)])
     used = results(out)["humaneval+"]["sandbox"]
     assert used == (probe.choose().name if sandboxed else "none: programs ran unprotected (--unsafe-no-sandbox)")
     assert samples(out, "humaneval+")[0]["sandbox"] == used

@@ -8,7 +8,7 @@ Where we differ, on purpose:
 - HumanEval/32 (`find_zero`): EvalPlus checks the root and then forgets to count the test, so no solution passes. Here the check
   counts. `as_published=True` gives EvalPlus's verdict, for numbers to put beside published ones.
 - A tolerance never stretches one shape over another, as numpy would.
-- Programs see the standard library only, have 2 GiB, and their limits are in CPU time.
+- Programs see the standard library only, have 2 GiB, and their limits are in CPU time. docs/evaluation.md has the whole list.
 """
 
 from __future__ import annotations
