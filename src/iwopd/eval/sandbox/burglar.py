@@ -19,7 +19,7 @@ def burgle(canary: str, port: int, parent: int, variables: list[str], packages: 
         "read a file": lambda: _opened(canary, os.O_RDONLY),
         "opened a file for writing": lambda: _opened(canary, os.O_WRONLY),
         "made a file": lambda: _made(canary + ".new"),
-        "changed a file's mode": lambda: Path(canary).chmod(0o644) is None,
+        "changed a file's mode": lambda: _relabelled(canary),
         "read the password file": lambda: _opened("/etc/passwd", os.O_RDONLY),
         "listed other packages": lambda: [_listed(folder) for folder in packages if _listed(folder)],
         "listed /proc": lambda: _opened("/proc", os.O_RDONLY),
@@ -50,6 +50,11 @@ def _listed(folder: str) -> list[str]:
         return [path.name for path in Path(folder).iterdir()]
     except OSError:
         return []
+
+
+def _relabelled(path: str) -> bool:
+    Path(path).chmod(0o644)
+    return True
 
 
 def _made(path: str) -> bool:

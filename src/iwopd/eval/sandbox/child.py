@@ -49,7 +49,7 @@ def _remember_library() -> None:
         finder = sys.path_importer_cache.get(place)
         if finder is not None and hasattr(finder, "_fill_cache"):
             finder._fill_cache()
-            finder._fill_cache = finder.invalidate_caches = lambda: None  # type: ignore[attr-defined, method-assign]
+            finder._fill_cache = finder.invalidate_caches = lambda: None  # type: ignore[attr-defined]
 
 
 def _load(channel: int, source: str, entry_point: str) -> Any:

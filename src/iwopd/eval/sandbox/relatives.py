@@ -30,7 +30,7 @@ _SUBCLASSED: list[tuple[type, Callable[[Any], Any]]] = [  # the builtins' own me
     (ChainMap, dict),
     (MappingProxyType, dict),
 ]
-_VIEWS = {type({}.keys()), type({}.items()), type(OrderedDict().keys()), type(OrderedDict().items())}
+_VIEWS: set[type] = {type({}.keys()), type({}.items()), type(OrderedDict().keys()), type(OrderedDict().items())}
 
 
 def plain(value: Any) -> Any:
