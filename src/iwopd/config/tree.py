@@ -160,3 +160,9 @@ class Config(Section):
             except ValueError as error:
                 raise ValueError(f"rollout.horizon: {error}") from None
         return self
+
+    @model_validator(mode="after")
+    def _others_can_answer(self) -> Self:
+        if (why := self.rollout.mix.refused(self)) is not None:
+            raise ValueError(f"rollout.mix: {why}")
+        return self

@@ -34,7 +34,7 @@ class Tracker:
         if not self.is_main:
             return
         seconds = sum(stats.seconds.values())
-        tokens = stats.metrics["rollout/length_mean"] * stats.rollouts
+        tokens = stats.metrics["rollout/length_mean"] * stats.rollouts if stats.rollouts else 0
         record: dict[str, Any] = {
             **{name: getattr(stats, name) for name in ("step", "loss", "grad_norm", "tokens", "rollouts", "skipped")},
             **{f"time/{name}": round(value, 6) for name, value in stats.seconds.items()},
