@@ -35,7 +35,7 @@ def check_answers(prompts: Sequence[Prompt], field: str | None) -> None:
 
 
 def end_of_answer(chat: Chat, stops: Collection[int]) -> int:
-    """The id that ends an answer: of those at which sampling stops the one that the chat template writes, else the tokenizer's."""
+    """The id that ends an answer: the one of `stops` that the chat template writes behind it, else the tokenizer's."""
     try:
         text = chat.tokenizer.apply_chat_template(_TURNS, chat_template=chat.template, tokenize=False, **chat.kwargs)
         ends = [id_ for id_ in encode(chat.tokenizer, str(text).rpartition("3")[2]) if id_ in stops]

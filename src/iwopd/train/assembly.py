@@ -33,7 +33,7 @@ from iwopd.rope import fix_rope
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.attention import flash_refuses
-from iwopd.train.authors import build_author
+from iwopd.train.authors import DataAuthor, build_author
 from iwopd.train.horizon import check_following, horizon_refuses
 from iwopd.train.kept_states import KEPT_STATES, followed_for, keeps_others_states, keeps_states
 from iwopd.train.learner import Learner
@@ -110,6 +110,10 @@ class Parts:
         of_mix = f"rollout.mix.objective = {mix.objective!r}" if mix and needs_distributions(OF_OTHERS[mix.objective]) else None
         return self.objective.needs_output_matrix or of_mix
 
+    def data_fingerprint(self) -> str:
+        """Shows whether a resumed run has the same data."""
+        return self.order.fingerprint() + (self.others.fingerprint if self.others else "")
+
     def before_writing(self) -> None:
         """Called by all ranks before they write. An engine elsewhere has one copy of the weights for all: it gets them here."""
         if self.engine.weights == "elsewhere":
@@ -170,10 +174,9 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     others = None
     if config.rollout.mix.active:
         author = build_author(config, Chat(tokenizer), order.prompts, stops, max_tokens, teacher_scorer, ranks)
-        kept = mix_needs_states(config) and keeps_others_states(
-            objective, own=states, again=again, most=most, ranks=ranks.count
-        )
-        others = Others(config.rollout.mix, config.seed, author, kept)
+        kept = keeps_others_states(objective, own=states, again=again, most=most, ranks=ranks.count)
+        of_data = author.fingerprint(order.prompts) if isinstance(author, DataAuthor) else ""
+        others = Others(config.rollout.mix, config.seed, author, mix_needs_states(config) and kept, of_data)
     # Last, because it may start processes: whatever fails before leaves nothing open.
     engine = _open_engine(config, student, tokenizer, longest, ranks)
 
@@ -361,6 +364,8 @@ def training_sets(config: Config, tokenizer: Any) -> list[LoadedPrompts]:
     names = [item.name for item in chosen]
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"two sets of data.sets are called {twice[0]!r}: give one of them another name")
+    if (field := config.rollout.mix.field) is not None:  # parquet files are read column by column
+        chosen = [replace(item, keep_fields=[*item.keep_fields, field]) for item in chosen]
     return [load_set(item, chat, most) for item in chosen]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -82,6 +83,13 @@ class DataAuthor:
     def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Rollout | None]:
         return [self._rollout(prompt) for prompt in prompts]
 
+    def fingerprint(self, prompts: Sequence[Prompt]) -> str:
+        """Hash of the answers to these prompts."""
+        digest = hashlib.sha256()
+        for prompt in prompts:
+            digest.update(repr((prompt.id, self.text(prompt))).encode(errors="surrogatepass"))
+        return digest.hexdigest()[:16]
+
     def _rollout(self, prompt: Prompt) -> Rollout | None:
         text = self.text(prompt)
         assert text is not None  # the data were checked
@@ -115,8 +123,8 @@ class TeacherAuthor:
         inner = teacher.scorer if isinstance(teacher, PromptedScorer) else teacher
         if not isinstance(inner, LocalScorer):
             raise ConfigError(
-                f"rollout.mix.source is 'teacher', but the teacher (a {type(inner).__name__}) only scores answers: load one here "
-                "that has the student's tokenizer, or set source = 'data'"
+                f"rollout.mix.source is 'teacher', but the teacher (a {type(inner).__name__}) only scores answers: load one "
+                "here that has the student's tokenizer, or set source = 'data'"
             )
         rollout, model = config.rollout, inner.lm.model
         temperature = rollout.temperature if rollout.mix.temperature is None else rollout.mix.temperature

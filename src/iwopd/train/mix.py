@@ -34,7 +34,7 @@ Author = Callable[[Sequence[Prompt], int], list[Rollout | None]]
 
 
 def chosen_places(count: int, share: float, seed: int, step: int) -> list[int]:
-    """Which of a step's `count` prompts others answer: by seed and step alone. Over steps their number is `share` on average."""
+    """Which of a step's `count` prompts others answer, by seed and step alone; over the steps it is `share` of them."""
     each = Fraction(str(share)) * count  # exact: 0.29 * 100 is not 29 in floats
     number = math.floor(each * step) - math.floor(each * (step - 1))
     return sorted(random.Random(f"others:{seed}:{step}").sample(range(count), number))
@@ -60,6 +60,8 @@ class Others:
     author: Author
     states: bool = False
     """The teacher's hidden states are kept from its scores to the loss."""
+    fingerprint: str = ""
+    """Of answers that a data set brings: shows whether a resumed run has the same."""
 
     def write(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Prompt], Given]:
         """The prompts of a step that are left for the student, and the answers to the rest."""

@@ -62,7 +62,7 @@ def _train(
     config: Config, parts: Parts, run: RunDirectory, messages: list[str], *, resume: bool, allow_changes: bool, doctor: bool
 ) -> TrainingState:
     """Open the run directory, bring back the last checkpoint, examine the models, train."""
-    data = parts.order.fingerprint()
+    data = parts.data_fingerprint()
     with closing(Tracker(config, run, is_main=parts.ranks.is_main)) as tracker:
         if parts.ranks.is_main:
             if resume:
