@@ -19,7 +19,7 @@ from iwopd.runs.logs import RunError
 from iwopd.tiny import build_tokenizer
 from iwopd.train import loop, mix
 from iwopd.train.run import run_training
-from iwopd.types import Rollout
+from iwopd.types import Prompt, Rollout
 from models import make_model, save_pair
 from ranks import train_in_ranks
 
@@ -78,10 +78,11 @@ def test_a_share_of_1_is_supervised_fine_tuning(pair: dict[str, Any], tmp_path: 
     optim, tokenizer = Optim(), build_tokenizer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=optim.betas, eps=optim.eps, weight_decay=0.1)
     lines = Path(pair["data"]["prompts"]).read_text().splitlines()
-    order = PromptOrder([json.loads(line) for line in lines], 12, 0)
+    items = {str(item["id"]): item for item in map(json.loads, lines)}
+    order = PromptOrder([Prompt(name, (1,)) for name in items], 12, 0)
     for record in records:
         total, tokens = torch.zeros(()), 0
-        for item in order.batch(record["step"]):
+        for item in (items[prompt.id] for prompt in order.batch(record["step"])):
             asked = tokenizer(item["prompt"] + "?", add_special_tokens=False)["input_ids"]
             answer = [*tokenizer(item["solution"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
             ids = torch.tensor([[*asked, *answer]])

@@ -59,8 +59,8 @@ def step_metrics(
 
 def metrics_without_rollouts(update: Update) -> dict[str, Any]:
     """The same of a step in which the student wrote nothing: there is no mean of nothing."""
-    means = ("rollout/length_mean", "rollout/truncated", "rollout/stopped", "rollout/entropy_sampled", "kl/sampled")
-    means += ("gap/abs_mean", "weights/mean", "weights/min", "weights/max")
+    of_rollouts = [f"rollout/{name}" for name in ("length_mean", "truncated", "stopped", "entropy_sampled")]
+    means = [*of_rollouts, "kl/sampled", "gap/abs_mean", "weights/mean", "weights/min", "weights/max"]
     return {"tokens_written": 0, "prompts": 0, **dict.fromkeys(means, math.nan), **_update_metrics(update)}
 
 

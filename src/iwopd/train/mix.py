@@ -107,10 +107,20 @@ class ScoredOthers:
 
     def join(self, own: TokenBatch | None) -> TokenBatch:
         """What the learner reads of a batch, the student's rollouts first."""
-        names = ("prompt_ids", "prompt_lengths", "response_ids", "lengths", "old_logprobs", "teacher_logprobs")
         if own is None:
             return self.batch
-        return TokenBatch(**{name: torch.cat([getattr(own, name), getattr(self.batch, name)]) for name in names})
+
+        def both(name: str) -> Tensor:
+            return torch.cat([getattr(own, name), getattr(self.batch, name)])
+
+        return TokenBatch(
+            prompt_ids=both("prompt_ids"),
+            prompt_lengths=both("prompt_lengths"),
+            response_ids=both("response_ids"),
+            lengths=both("lengths"),
+            old_logprobs=both("old_logprobs"),
+            teacher_logprobs=both("teacher_logprobs"),
+        )
 
     def columns(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """The columns [N] of the student's tokens, followed by those of others: 0 in what is not theirs."""
