@@ -249,4 +249,4 @@ def test_a_cold_start_raises_accuracy_on_the_embedded_world(tmp_path: Path) -> N
     }
     train(settings, tmp_path / "run")
     before, after = RunDirectory(tmp_path / "run").read("evals.jsonl")
-    assert after["mean"] > before["mean"] + 0.15
+    assert after["mean"] > before["mean"] + 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ from iwopd.algo import NonFiniteError
 from iwopd.algo.objectives import OF_OTHERS, OTHERS, Mixture, TokenStates, make_objective
 from iwopd.cluster.verl.checks import check_settings
 from iwopd.cluster.verl.errors import VerlError
-from iwopd.config import ConfigError, config_toml, make_config
+from iwopd.config import ConfigError, config_toml, load_config, make_config
 from iwopd.data.answers import AnswerTokens, answer_text, check_answers, end_of_answer
 from iwopd.data.chat import Chat
 from iwopd.data.fields import DataError
 from iwopd.train.mix import chosen_places
 from iwopd.types import Prompt, Rollout, ScoredRollout, TokenBatch
 from models import byte_tokenizer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.mark.parametrize(("count", "share"), [(64, 0.25), (100, 0.29), (7, 0.1), (3, 0.5), (5, 1.0), (5, 0.0), (1, 0.3)])
@@ -84,6 +87,15 @@ def test_verl_refuses_it_by_name() -> None:
 def test_settings_are_written_out_only_where_somebody_else_answers() -> None:
     assert "mix" not in config_toml(make_config(WORLD))
     assert "afterwards = 0.25" in config_toml(make_config({**WORLD, "rollout": {"mix": {"steps": 3, "afterwards": 0.25}}}))
+
+
+def test_the_recipes_differ_from_opd_in_the_mix_only() -> None:
+    plain = load_config(RECIPES / "tiny" / "opd.toml").model_dump()
+    for path in (RECIPES / "mix").glob("*.toml"):
+        config = load_config(path)
+        assert config.rollout.mix.active
+        given = config.model_dump()
+        assert {**given, "rollout": {**given["rollout"], "mix": plain["rollout"]["mix"]}} == plain
 
 
 def test_shares_follow_the_steps() -> None:
