@@ -50,7 +50,7 @@ SEVERAL = {**SERVED, "teacher": {"others": {"two": {"model": "e/f"}}}}
         (WORLD, {"share": 0.5, "afterwards": 0.1}, "steps, after which it holds, is empty: set steps"),
         (WORLD, {"share": 0.5, "source": "somebody"}, "rollout.mix.source: Input should be 'data' or 'teacher'"),
         (WORLD, {"share": 0.5, "objective": "opd"}, "rollout.mix.objective: Input should be 'likelihood' or 'forward-kl'"),
-        (WORLD, {"share": 0.5, "field": "solution"}, "it writes its own solutions: leave field out"),
+        (WORLD, {"share": 0.5, "field": "solution"}, "it writes its own solutions: leave it out"),
         (WORLD, {"share": 0.5, "source": "teacher", "field": "solution"}, "the teacher writes: set source = 'data'"),
         (WORLD, {"share": 0.5, "temperature": 0.5}, "nothing is drawn: set source = 'teacher'"),
         (

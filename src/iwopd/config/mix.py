@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from iwopd.section import Section
-
-if TYPE_CHECKING:
-    from iwopd.config.tree import Config
 
 
 class MixSettings(Section):
@@ -52,39 +49,3 @@ class MixSettings(Section):
                 f"temperature is {self.temperature:g}, but nothing is drawn: set source = 'teacher', or leave temperature out"
             )
         return self
-
-    def refused(self, config: Config) -> str | None:
-        """Why it does not go with other settings, and what would; None if it does."""
-        if not self.active:
-            return None
-        if self.field is not None and config.models.world is not None:
-            return (
-                f"field is {self.field!r}, but models.world = {config.models.world!r} has no such fields, it writes its own "
-                "solutions: leave field out"
-            )
-        if self.source == "teacher" and (why := _cannot_write(config)):
-            return f"source is 'teacher', but {why}, or set source = 'data'"
-        if self.objective == "forward-kl" and (why := _no_distributions(config)):
-            return f"objective is 'forward-kl', which needs the teacher's whole distributions. {why}, or set 'likelihood'"
-        if config.rollout.horizon.made.tokens_per_step is not None:
-            return (
-                f"rollout.horizon.type is {config.rollout.horizon.type!r}, which counts the tokens that the student writes, "
-                "and others write some of the answers: choose the horizon 'drift', or leave the mix out"
-            )
-        return None
-
-
-def _cannot_write(config: Config) -> str | None:
-    if config.teacher.urls:
-        return "teacher servers (teacher.urls) only score answers: load the teacher here (models.teacher without teacher.urls)"
-    if config.teacher.others:
-        return "there are several teachers (teacher.others), and one must write: leave the others out"
-    return None
-
-
-def _no_distributions(config: Config) -> str | None:
-    if (words := config.teacher.cannot_give({"states"})) is not None:
-        return words
-    if config.teacher.others:
-        return "Several teachers (teacher.others) have several output matrices: leave the others out"
-    return None

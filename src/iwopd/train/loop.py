@@ -95,7 +95,7 @@ def _given_step(config: Config, parts: Parts, run: RunDirectory, step: int, give
     assert parts.others is not None
     forward = parts.learner.forward(given.rollouts)
     old = look(parts.student_scorer, parts.ranks, given.rollouts) if forward is None else forward.scores
-    others = parts.others.score(parts, given, old)
+    others = parts.others.score(given, old, parts.teacher_scorer, parts.ranks)
     assert others is not None
     clock.lap("teacher")
     batch, columns = others.join(None), others.columns({})

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,14 +19,13 @@ from iwopd import algo
 from iwopd.algo.objectives import OF_OTHERS, OTHERS, Mixture, MixtureStats, needs_distributions
 from iwopd.algo.views import TokenScores, Wanted
 from iwopd.config import Config, MixSettings
+from iwopd.teacher.scorer import Scorer
 from iwopd.train.given import NOTHING_GIVEN, Given
+from iwopd.train.learner import Update
 from iwopd.train.micro_batch import STATES
 from iwopd.train.pipeline import look
+from iwopd.train.ranks import Ranks
 from iwopd.types import Prompt, Rollout, TokenBatch
-
-if TYPE_CHECKING:
-    from iwopd.train.assembly import Parts
-    from iwopd.train.learner import Update
 
 Author = Callable[[Sequence[Prompt], int], list[Rollout | None]]
 """Answers to prompts of a step, by all ranks together; None: there is none that is short enough."""
@@ -73,8 +71,8 @@ class Others:
         own = [prompt for place, prompt in enumerate(prompts) if place not in rollouts]
         return own, Given(list(rollouts.values()), len(places) - len(rollouts))
 
-    def score(self, parts: Parts, given: Given, old: Sequence[TokenScores]) -> ScoredOthers | None:
-        """With the student's log-probs of their tokens; None if they wrote nothing."""
+    def score(self, given: Given, old: Sequence[TokenScores], teacher: Scorer, ranks: Ranks) -> ScoredOthers | None:
+        """With what the student says of their tokens (`old`), and the teacher if it is needed; None if they wrote nothing."""
         if not given.rollouts:
             return None
         rollouts = given.rollouts
@@ -82,7 +80,7 @@ class Others:
         prompts = [rollout.prompt.token_ids for rollout in rollouts]
         lp_t, states = torch.zeros_like(lp_0), None
         if self.states:
-            found = look(parts.teacher_scorer, parts.ranks, rollouts, Wanted(states=True))
+            found = look(teacher, ranks, rollouts, Wanted(states=True))
             states = torch.cat([scores.states for scores in found if scores.states is not None])
             theirs = torch.cat([scores.logprobs for scores in found])
             lp_t = algo.floor_logprobs(theirs, torch.ones_like(theirs, dtype=torch.bool)).logprobs

@@ -86,7 +86,7 @@ def score_step(config: Config, parts: Parts, written: Written, step: int) -> Sco
         mask = mask & torch.tensor([rollout.stop_reason != "length" for rollout in kept])[:, None]
     evidence = evidence_of(batch, mask=mask, progress=training_progress(step, config.steps))
     rewards = parts.rewards.step(evidence, kept, lambda: written.judged(kept)) if parts.rewards else None
-    others = parts.others.score(parts, written.given, of_others) if parts.others else None
+    others = parts.others.score(written.given, of_others, parts.teacher_scorer, parts.ranks) if parts.others else None
     return ScoredStep(batch, rewards.evidence if rewards else evidence, forward, count, rewards, others)
 
 
