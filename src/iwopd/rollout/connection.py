@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,18 +32,22 @@ class Connection:
     api_key_env: str | None = None
     request_timeout: float = 1800.0
     patience: float = 120.0
+    was_away: Callable[[], None] = lambda: None
+    """Called after every attempt that failed."""
 
     def get(self, path: str) -> Any:
         return self._ask("GET", path, None)
 
-    def post(self, path: str, body: Any) -> Any:
-        return self._ask("POST", path, body)
+    def post(self, path: str, body: Any, *, first: Callable[[], None] = lambda: None) -> Any:
+        """`first` is called before every attempt."""
+        return self._ask("POST", path, body, first)
 
-    def _ask(self, method: str, path: str, body: Any) -> Any:
+    def _ask(self, method: str, path: str, body: Any, first: Callable[[], None] = lambda: None) -> Any:
         """The parsed answer (None if it is empty). Transport errors and 5xx are retried until patience ends."""
         give_up = time.monotonic() + self.patience
         wait = 0.5
         while True:
+            first()
             headers = key_headers(self.api_key_env, error=ServerError)
             try:
                 answer = self._client.request(method, self.url.rstrip("/") + path, content=encode(body), headers=headers)
@@ -54,6 +59,7 @@ class Connection:
                 reason = f"{answer.status_code} {hide_key(answer.text, self.api_key_env)}"
                 if answer.status_code < 500:
                     raise ServerError(f"the rollout server {self.url}{path} refuses: {reason}")
+            self.was_away()
             pause = wait * _jitter.uniform(0.5, 1.0)
             if time.monotonic() + pause > give_up:
                 raise ServerError(
