@@ -97,6 +97,14 @@ OTHER: dict[str, Any] = {
     "rollout.prompts_per_step": 96,
     "rollout.samples": 2,
     "rollout.max_tokens": 50,
+    "rollout.mix.share": 0.5,
+    "rollout.mix.steps": 3,
+    "rollout.mix.afterwards": 0.5,
+    "rollout.mix.source": "teacher",
+    "rollout.mix.field": "solution",
+    "rollout.mix.temperature": 0.5,
+    "rollout.mix.objective": "forward-kl",
+    "rollout.mix.coefficient": 2.0,
     "rollout.temperature": 0.7,
     "rollout.top_p": 0.9,
     "rollout.top_k": 20,
@@ -189,6 +197,7 @@ COMPANIONS: dict[str | None, dict[str, Any]] = {
     },
     "eval.every": {"eval": {"tasks": ["aime24"]}},
     "eval.prompts": WORLD,
+    "rollout.mix.afterwards": {"rollout": {"mix": {"steps": 3}}},
     "rollout.engine": {"engine": {"server": {"url": "http://gpu1:8000", "weights_folder": "/weights"}}},
 }
 
@@ -208,7 +217,7 @@ def _config(name: str | None = None, *, changed: bool = True) -> Config:
     """With another value of the setting `name`, and what must be beside it; without `changed`, with that alone."""
     tree = json.loads(json.dumps(WORLD if name == "models.world" or COMPANIONS.get(name) is WORLD else BASE))
     for section, values in COMPANIONS.get(name, {}).items():
-        tree.setdefault(section, {}).update(values)
+        tree.setdefault(section, {}).update(json.loads(json.dumps(values)))
     if name is not None and changed:
         *sections, last = name.split(".")
         place = tree

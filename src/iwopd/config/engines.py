@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from iwopd.config.distributions import DialectName, refusal
 from iwopd.config.horizon import HorizonSettings
+from iwopd.config.mix import MixSettings
 from iwopd.data.teacher_view import PromptTemplate
 from iwopd.errors import ConfigError
 from iwopd.rollout.engine import ENGINES, Engine
@@ -28,6 +29,7 @@ class RolloutSettings(Section):
     stop_tokens: list[str] = Field([], description="tokens that end an answer, beside those of tokenizer and generation config")
     truncated: Literal["keep", "mask", "drop"] = Field("keep", description="rollouts cut off by max_tokens: trained on or not")
     horizon: HorizonSettings = Field(default_factory=HorizonSettings)
+    mix: MixSettings = MixSettings()
     mismatch_limit: float | None = Field(
         None, gt=0, description="mean |difference| of engine's and trainer's log-probs that ends a run; empty: by dtype"
     )

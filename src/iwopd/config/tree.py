@@ -11,6 +11,7 @@ from iwopd.config.distributions import MOST_IDS, in_words
 from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
 from iwopd.config.inputs import Data, Lora, Models
 from iwopd.config.method import Method
+from iwopd.config.others import mix_refused
 from iwopd.config.reward import Reward
 from iwopd.config.training import CheckpointSettings, Eval, Optim, Tracking
 from iwopd.section import Dtype, Place, Repeat, Section
@@ -159,4 +160,10 @@ class Config(Section):
                 horizon.check(rollout.max_tokens, rollout.samples)
             except ValueError as error:
                 raise ValueError(f"rollout.horizon: {error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _others_can_answer(self) -> Self:
+        if (why := mix_refused(self.rollout, self.teacher, self.models.world)) is not None:
+            raise ValueError(f"rollout.mix: {why}")
         return self

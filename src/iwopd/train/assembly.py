@@ -16,7 +16,7 @@ from torch import Tensor
 
 from iwopd import tiny
 from iwopd.adapters import adapter_off
-from iwopd.algo.objectives import Objective
+from iwopd.algo.objectives import OF_OTHERS, Objective, needs_distributions
 from iwopd.algo.views import Wanted
 from iwopd.config import Config, ConfigError
 from iwopd.data.chat import Chat
@@ -33,8 +33,9 @@ from iwopd.rope import fix_rope
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.attention import flash_refuses
+from iwopd.train.authors import DataAuthor, build_author
 from iwopd.train.horizon import check_following, horizon_refuses
-from iwopd.train.kept_states import KEPT_STATES, followed_for, keeps_states
+from iwopd.train.kept_states import KEPT_STATES, followed_for, keeps_others_states, keeps_states
 from iwopd.train.learner import Learner
 from iwopd.train.loading import (
     check_trainable,
@@ -46,6 +47,7 @@ from iwopd.train.loading import (
     source_of,
 )
 from iwopd.train.micro_batch import Distributions
+from iwopd.train.mix import Others, mix_needs_states, mixed_loss
 from iwopd.train.ranks import Ranks, launched
 from iwopd.train.reward import Rewards, reward_refuses
 from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
@@ -92,12 +94,25 @@ class Parts:
     """The same of a teacher that follows answers: which ids the student finds likeliest is not known yet."""
     rewards: Rewards | None = None
     """Who judges the rollouts; None: nobody."""
+    others: Others | None = None
+    """Who answers some of the prompts instead of the student; None: nobody."""
 
     def __enter__(self) -> Parts:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.engine.close()
+
+    @property
+    def needs_output_matrix(self) -> str | None:
+        """Why log-probs of the written tokens are not enough for the loss; None if they are."""
+        mix = self.others and self.others.settings
+        of_mix = f"rollout.mix.objective = {mix.objective!r}" if mix and needs_distributions(OF_OTHERS[mix.objective]) else None
+        return self.objective.needs_output_matrix or of_mix
+
+    def data_fingerprint(self) -> str:
+        """Shows whether a resumed run has the same data."""
+        return self.order.fingerprint() + (self.others.fingerprint if self.others else "")
 
     def before_writing(self) -> None:
         """Called by all ranks before they write. An engine elsewhere has one copy of the weights for all: it gets them here."""
@@ -153,11 +168,17 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     again = whole is not None and whole.model is not None
     states = keeps_states(objective, again=again, most=most, ranks=ranks.count)
     wanted = replace(objective.asks.teacher, states=states)
-    learner = Learner(student_scorer.lm, config.optim, objective, ranks, whole)
+    learner = Learner(student_scorer.lm, config.optim, objective, ranks, whole, mixed_loss(config))
     check_training_mode(student_scorer.lm, order.prompts)
+    stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
+    others = None
+    if config.rollout.mix.active:
+        author = build_author(config, Chat(tokenizer), order.prompts, stops, max_tokens, teacher_scorer, ranks)
+        kept = keeps_others_states(objective, own=states, again=again, most=most, ranks=ranks.count)
+        of_data = author.fingerprint(order.prompts) if isinstance(author, DataAuthor) else ""
+        others = Others(config.rollout.mix, config.seed, author, mix_needs_states(config) and kept, of_data)
     # Last, because it may start processes: whatever fails before leaves nothing open.
     engine = _open_engine(config, student, tokenizer, longest, ranks)
-    stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
 
     def sampler(limit: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
         return engine.sampler(SamplingSettings(limit, temperature, top_p, top_k, stops))
@@ -183,6 +204,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
             teacher_wanted=wanted,
             followed=followed_for(wanted, keeps=teacher_scorer.whole_distribution is not None and most_states <= KEPT_STATES),
             rewards=rewards,
+            others=others,
         )
     except BaseException:
         engine.close()
@@ -191,12 +213,16 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
 
 def _whole_distributions(config: Config, teacher: Scorer) -> Distributions | None:
     """The teacher's output matrix, if the method needs whole distributions; refuses one whose logits are not its matrix's."""
-    if not config.method.made.asks.teacher.states:
+    if not (config.method.made.asks.teacher.states or mix_needs_states(config)):
         return None
     if "states" not in teacher.gives:
+        method, mix = config.method.made, config.rollout.mix
+        who, remedy = f"the method ({method.who})", "objective 'policy-gradient' with advantage 'opd'"
+        if not method.asks.teacher.states:
+            who, remedy = f"rollout.mix.objective = {mix.objective!r}", "rollout.mix.objective = 'likelihood'"
         raise ConfigError(
-            f"the method ({config.method.made.who}) needs the teacher's output matrix, but its logits are not those of the "
-            "matrix (a soft cap or a scale): choose another teacher, or objective 'policy-gradient' with advantage 'opd'"
+            f"{who} needs the teacher's output matrix, but its logits are not those of the matrix (a soft cap or a scale): "
+            f"choose another teacher, or {remedy}"
         )
     return Distributions(teacher.output_matrix(), teacher.whole_distribution)
 
@@ -338,6 +364,8 @@ def training_sets(config: Config, tokenizer: Any) -> list[LoadedPrompts]:
     names = [item.name for item in chosen]
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"two sets of data.sets are called {twice[0]!r}: give one of them another name")
+    if (field := config.rollout.mix.field) is not None:  # parquet files are read column by column
+        chosen = [replace(item, keep_fields=[*item.keep_fields, field]) for item in chosen]
     return [load_set(item, chat, most) for item in chosen]
 
 

@@ -19,6 +19,13 @@ def keeps_states(objective: Objective, *, again: bool, most: float, ranks: int) 
     return needed_now or (ranks == 1 and most <= KEPT_STATES)
 
 
+def keeps_others_states(objective: Objective, *, own: bool, again: bool, most: float, ranks: int) -> bool:
+    """The same of answers that others wrote, where their objective needs it: as the student's (`own`), if its objective needs
+    its own.
+    """
+    return own if objective.needs_teacher_distribution else not again or (ranks == 1 and most <= KEPT_STATES)
+
+
 def followed_for(wanted: Wanted, *, keeps: bool) -> Wanted:
     """What a teacher that follows answers is asked for. Ids that are chosen later are scored from its states, if it `keeps`
     them; else it reads the answers again.

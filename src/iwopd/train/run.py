@@ -74,7 +74,7 @@ def _train(
         def open_directory() -> None:
             if parts.ranks.is_main:
                 stack.enter_context(run.owned(messages.append))
-                data = parts.order.fingerprint()
+                data = parts.data_fingerprint()
                 if resume:
                     run.check_resume(config, data, allow_changes=allow_changes)
                 else:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from iwopd.algo.objectives import Divergence
 from iwopd.cluster.verl.carrying import CARRIED, LIMITS
-from iwopd.config import Config, Reward
+from iwopd.config import Config, MixSettings, Reward
 from iwopd.rollout.settings import ServerSettings
 
 Kind = Literal["mapped", "data", "launcher", "unused", "only"]
@@ -59,6 +59,8 @@ _ROLLOUT_SERVER = "of a rollout server elsewhere; verl starts its own"
 _LORA = "of an adapter, and lora.rank must be 0"
 _REWARD = "the launcher carries no task reward: leave [reward] out, or use the local engine"
 _ALONE = "when it trains on the teacher alone: set it to 0, or use the local engine"
+
+_MIX = "verl trains on what the student itself wrote: leave [rollout.mix] out, or use the local engine"
 
 FIELDS: dict[str, Treatment] = {
     "seed": _mapped(f"data.seed, {_ROLLOUT}.seed, {_ACTOR}.data_loader_seed, fsdp_config.seed; the order of the prompts"),
@@ -131,6 +133,13 @@ FIELDS: dict[str, Treatment] = {
     **{
         f"rollout.horizon.{name}": Treatment("data", f"verl/train.parquet (extra_info.limit), which {_ROLLOUT}.agent follows")
         for name in ("tokens", "from", "to", "schedule", "until")
+    },
+    "rollout.mix.share": _only(0, _MIX),
+    "rollout.mix.afterwards": _only(0, _MIX),
+    **{
+        f"rollout.mix.{name}": _unused("of answers that others wrote, which verl does not train on")
+        for name in MixSettings.model_fields
+        if name not in ("share", "afterwards")
     },
     "rollout.temperature": _only(1, "verl's teacher scores at temperature 1, and log-probs of two temperatures make no gap"),
     "rollout.top_p": _only(1, f"{_FILTERED}: sample from all of it with 1"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from iwopd.data.chat import Chat, ChatError
 from iwopd.eval.checkers import prompt_checker
+from iwopd.train.authors import answers_refuse
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
 from iwopd.train.reward import prompts_refuse, reward_refuses
@@ -36,6 +37,7 @@ def check_data(case: Case) -> Iterator[Finding]:
     found = [*_empty(case), *_twice(case.prompts), *_leaks(case.prompts)]
     yield from found
     yield from _unjudgeable(case)
+    yield from (failure("mix", *refused) for refused in answers_refuse(case.config, case.prompts))
     if not found:
         yield passed("data", f"{len(case.prompts):,} prompts checked, none empty, duplicate, or with its answer in it")
 

@@ -17,9 +17,10 @@ from iwopd.rollout.sampling import CHUNK_ELEMENTS
 from iwopd.rollout.settings import VllmSettings
 from iwopd.teacher.following import CACHE_SHARE
 from iwopd.teacher.local import TOKEN_BUDGET_CPU, TOKEN_BUDGET_GPU
-from iwopd.train.kept_states import kept_bytes
+from iwopd.train.kept_states import keeps_others_states, kept_bytes
 from iwopd.train.memory.shapes import ModelShape
 from iwopd.train.memory.step import NO_WRITER, DeviceMemory, StepMemory, Stored, Tokens, TrainedModel, WriterMemory
+from iwopd.train.mix import mix_needs_states
 from iwopd.train.teachers import scores_early
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -144,7 +145,7 @@ class RunShape:
             shards=ranks if self.config.optim.shard else 1,
             on_gpu=gpus > 0,
             writer=self._writer(gpus > 0, memory, ranks),
-            whole_distributions=self.config.method.made.needs_teacher_distribution,
+            whole_distributions=self.config.method.made.needs_teacher_distribution or mix_needs_states(self.config),
             kept=0.0 if gpus else self.kept(ranks),
             followed=self._followed(gpus > 0, ranks, self.teacher_share(gpus)),
         ).step
@@ -152,7 +153,10 @@ class RunShape:
     def kept(self, ranks: int = 1) -> float:
         """Bytes that a step keeps of its tokens in main memory beside log-probs."""
         state = max((teacher.hidden for teacher in self.teachers.values()), default=0) * self.teacher_bytes
-        return kept_bytes(self.config.method.made, tokens=self._most_tokens, state=state, ranks=ranks)
+        tokens, made = self._most_tokens, self.config.method.made
+        of_others = mix_needs_states(self.config) and not made.needs_teacher_distribution
+        kept = of_others and keeps_others_states(made, own=False, again=True, most=tokens * state, ranks=ranks)
+        return kept_bytes(made, tokens=tokens, state=state, ranks=ranks) + (2.0 * tokens * state if kept else 0.0)
 
     def in_main_memory(self, ranks: int) -> float:
         """Bytes that the processes of a machine have on its CPU while they train on GPUs: teachers, and what steps keep."""
