@@ -222,7 +222,8 @@ def test_equal_numbers_are_the_same_element() -> None:
     for one, other in equal:
         assert one == other
         assert decode(encode(one)) == other
-    unequal: list[tuple[Any, Any]] = [({1}, {2}), ({}, set()), ({(1,)}, {1}), ({"1"}, {1}), ({"a": 1}, {"a": 2}), ({b"a"}, {"a"})]
+    unequal: list[tuple[Any, Any]] = [({1}, {2}), ({}, set())]
+    unequal += [({(1,)}, {1}), ({"1"}, {1}), ({"a": 1}, {"a": 2}), ({b"a"}, {"a"})]
     for one, other in unequal:
         assert one != other
         assert decode(encode(one)) != other
