@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from iwopd.http_clients import hide_key
 from iwopd.rollout.connection import Connection, ServerError
 from iwopd.rollout.engine import Student
 from iwopd.rollout.requests import IMPOSSIBLE, RequestEngine
@@ -119,15 +120,16 @@ class ServerEngine(RequestEngine):
         choice = self._complete(request)
         seen = choice.get("prompt_token_ids")
         if seen is not None and seen != request["prompt"]:
-            raise ServerError(f"the rollout server read other ids than those of the prompt: {seen[:20]} ...")
-        return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+            raise ServerError(f"the rollout server read other ids than those of the prompt: {str(seen)[:80]} ...")
+        return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice.get("finish_reason"))
 
     def _complete(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The one choice of a completion, with ids."""
-        answer = self.connection.post("/v1/completions", {**self.fields, **fields}, first=self.restarts.make_sure)
+        tokens = len(fields["prompt"]) + fields["max_tokens"]
+        answer = self.connection.post("/v1/completions", {**self.fields, **fields}, tokens, first=self.restarts.make_sure)
         try:
             (choice,) = answer["choices"]
-            whole = choice["token_ids"] is not None and choice["logprobs"]["token_logprobs"] is not None
+            whole = all(isinstance(part, list) for part in (choice["token_ids"], choice["logprobs"]["token_logprobs"]))
         except (KeyError, TypeError, ValueError):
             whole = False
         if not whole:
@@ -138,11 +140,14 @@ class ServerEngine(RequestEngine):
 
     def _model_card(self) -> dict[str, Any]:
         name = self.settings.name
-        cards = (self.connection.get("/v1/models") or {}).get("data") or []
+        answer = self.connection.get("/v1/models")
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        cards = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
         fitting = [card for card in cards if name in (None, card.get("id"))]
-        if len(fitting) != 1 or "max_model_len" not in fitting[0]:
+        if len(fitting) != 1 or type(fitting[0].get("max_model_len")) is not int or not isinstance(fitting[0].get("id"), str):
+            names = hide_key(str([card.get("id") for card in cards]), self.settings.api_key_env)
             raise ServerError(
-                f"the rollout server {self.connection.url} has the models {[card.get('id') for card in cards]}; "
+                f"the rollout server {self.connection.url} has the models {names}; "
                 f"engine.server.name is {name!r}, which must name one of a vLLM server"
             )
         return dict(fitting[0])
@@ -156,7 +161,10 @@ class ServerEngine(RequestEngine):
         fields = {**request, "logprobs": 1, "temperature": 0.0, "max_tokens": 1}
         likeliest = self._complete(fields)
         without = self._complete({**fields, "logit_bias": {**(bias or {}), likeliest["token_ids"][0]: IMPOSSIBLE}})
-        best, next_best = (max(choice["logprobs"]["top_logprobs"][0].values()) for choice in (likeliest, without))
+        try:
+            best, next_best = (float(max(one["logprobs"]["top_logprobs"][0].values())) for one in (likeliest, without))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
+            raise ServerError(f"the rollout server {self.connection.url} gives no log-probs of likely ids") from None
         if abs(best - next_best) < 1e-6:  # ruling the likeliest id out changes all log-probs that know of it
             raise ServerError(
                 f"the rollout server gives log-probs before the temperature ({temperature}) and the padded ids count: start it "
