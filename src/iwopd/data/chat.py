@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from iwopd.data.templates import TemplateError, known_names
@@ -23,6 +24,33 @@ class ChatError(UserError, ValueError):
 class Rendered(NamedTuple):
     text: str
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Settings of a `Chat`, before there is a tokenizer."""
+
+    template: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: THINKING_OFF)
+    prefill: str = ""
+
+    def of(self, tokenizer: Any) -> Chat:
+        return Chat(tokenizer, self.template, self.kwargs, self.prefill)
+
+    def but(self, kwargs: Mapping[str, Any]) -> Rendering:
+        """The same with further names and values for the template."""
+        return replace(self, kwargs={**self.kwargs, **kwargs})
+
+    def outcome(self) -> dict[str, Any]:
+        """What of it makes other prompts than the defaults do, in short; `thinking` is always there."""
+        others = {name: value for name, value in self.kwargs.items() if name != THINKING}
+        template = {} if self.template is None else {"chat_template": hashlib.sha256(self.template.encode()).hexdigest()[:16]}
+        more = {"chat_template_kwargs": others, "prefill": self.prefill}
+        return {"thinking": self.kwargs.get(THINKING, False), **template, **{name: one for name, one in more.items() if one}}
+
+
+WITHOUT_THINKING = Rendering()
+"""The tokenizer's own template, thinking off."""
 
 
 @dataclass(frozen=True)

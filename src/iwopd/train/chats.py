@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from iwopd.config import Config, TeacherSource
-from iwopd.data.chat import THINKING_OFF, Chat
+from iwopd.data.chat import THINKING_OFF, Chat, ChatError, Rendering
 from iwopd.data.teacher_view import PromptTemplate, teacher_prompt
 from iwopd.types import Prompt
 
+EXAMPLE = [{"role": "user", "content": "1+2"}]
+"""Short and plain: every tokenizer can encode it."""
+
+
+def student_rendering(config: Config) -> Rendering:
+    """How training prompts are rendered (`[data]`)."""
+    data = config.data
+    return Rendering(data.chat_template, {**THINKING_OFF, **data.chat_template_kwargs}, data.prefill)
+
+
+def eval_rendering(config: Config) -> Rendering:
+    """How the problems of evaluations are rendered: as in training, but for what `[eval]` says."""
+    return student_rendering(config).but(config.eval.chat_template_kwargs)
+
 
 def student_chat(config: Config, tokenizer: Any) -> Chat:
-    """What training prompts are rendered with (`[data]`)."""
-    data = config.data
-    return Chat(tokenizer, data.chat_template, {**THINKING_OFF, **data.chat_template_kwargs}, data.prefill)
-
-
-def eval_chat(config: Config, tokenizer: Any) -> Chat:
-    """What the problems of evaluations are rendered with: as in training, but for what `[eval]` says."""
-    ours = student_chat(config, tokenizer)
-    return Chat(tokenizer, ours.template, {**ours.kwargs, **config.eval.chat_template_kwargs}, ours.prefill)
+    """What renders training prompts."""
+    return student_rendering(config).of(tokenizer)
 
 
 def teacher_chat(config: Config, source: TeacherSource, tokenizer: Any, *, foreign: bool = False) -> Chat:
@@ -28,9 +36,8 @@ def teacher_chat(config: Config, source: TeacherSource, tokenizer: Any, *, forei
 
     `foreign`: the tokenizer is the teacher's own. Its own template then comes before the student's (`data.chat_template`).
     """
-    ours = config.data
-    kwargs = {**THINKING_OFF, **ours.chat_template_kwargs, **source.chat_template_kwargs}
-    return Chat(tokenizer, source.chat_template or (None if foreign else ours.chat_template), kwargs, ours.prefill)
+    ours = student_rendering(config).but(source.chat_template_kwargs)
+    return replace(ours, template=source.chat_template or (None if foreign else ours.template)).of(tokenizer)
 
 
 def teacher_source(config: Config, prompt: Prompt) -> TeacherSource:
@@ -44,3 +51,14 @@ def teacher_view(config: Config, source: TeacherSource, tokenizer: Any) -> Calla
     if source.system is None and source.user is None and chat.renders_like(student_chat(config, tokenizer)):
         return None
     return teacher_prompt(chat, PromptTemplate(source.system, source.user))
+
+
+def check_chats(config: Config, tokenizer: Any) -> None:
+    """Refuse a template of the user's own that renders no chat, and a prefill that is none, before a model is loaded."""
+    chats = {"data": student_chat(config, tokenizer), "teacher": teacher_chat(config, config.teacher, tokenizer)}
+    for section, chat in chats.items():
+        if getattr(config, section).chat_template is not None:
+            try:
+                chat.text(EXAMPLE)
+            except ChatError as error:
+                raise ChatError(f"{section}.chat_template cannot render a user message: {error}") from None
