@@ -11,7 +11,7 @@ from typing import Any
 from iwopd.cluster.verl import params
 from iwopd.cluster.verl.carrying import carried
 from iwopd.cluster.verl.errors import VerlError
-from iwopd.cluster.verl.fields import FIELDS
+from iwopd.cluster.verl.fields import FIELDS, PROMPT_OF_ITS_OWN
 from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.cluster.verl.translate import DEFAULT_TEACHER, places, prompt_tokens, response_tokens, translate
 from iwopd.config import Config, flatten
@@ -97,8 +97,8 @@ def _teachers(config: Config) -> Iterator[str]:
             yield f"{place}.urls is {other.urls!r}: {FIELDS['teacher.urls'].text}, and set {place}.model"
         elif other.model is not None and other.model.endswith(".gguf"):
             yield f"{place}.model is {other.model!r}: {FIELDS['models.teacher_gguf_file'].text}"
-        for field in ("system", "user"):
-            if (value := getattr(other, field)) is not None:
+        for field, nothing in PROMPT_OF_ITS_OWN.items():
+            if (value := getattr(other, field)) != nothing:
                 yield f"{place}.{field} is {value!r}: {FIELDS[f'teacher.{field}'].text}"
 
 
