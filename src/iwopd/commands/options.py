@@ -34,10 +34,9 @@ CHAT_NAMES = tuple(f"--{name.replace('_', '-')}" for name in CHAT_OPTIONS)
 
 def add_chat_options(parser: argparse.ArgumentParser, default: str = "") -> None:
     """How prompts are rendered: `eval` and `probe`."""
-    switch = argparse.BooleanOptionalAction
-    parser.add_argument(
-        "--thinking", action=switch, default=None, help=f"thinking mode of the chat template (default: {default}off)"
-    )
+    switch: Any = argparse.BooleanOptionalAction
+    mode = f"thinking mode of the chat template (default: {default}off)"
+    parser.add_argument("--thinking", action=switch, default=None, help=mode)
     own = "file with a Jinja chat template instead of the tokenizer's"
     parser.add_argument("--chat-template", metavar="FILE", help=own)
     names = "what the template is given, e.g. '{reasoning_effort = \"low\"}'"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from iwopd.data.templates import TemplateError, known_names
+from iwopd.data.templates import GIVEN, TemplateError, known_names
 from iwopd.data.thinking import TAG, opened_at_end
 from iwopd.errors import UserError
 
@@ -85,6 +85,13 @@ class Chat:
             return known_names(self.own_template) if self.own_template else frozenset()
         except TemplateError:  # rendering says it
             return frozenset()
+
+    def asks_for(self, name: str) -> bool:
+        """Whether the template does anything with a name, as far as its text tells."""
+        try:
+            return self.own_template is None or name in GIVEN or name in known_names(self.own_template)
+        except TemplateError:
+            return True
 
     @property
     def has_thinking(self) -> bool:

@@ -4,6 +4,7 @@
     config.toml       the resolved settings
     metrics.jsonl     one object per step
     evals.jsonl       one object per evaluation
+    prompts.json      how prompts are rendered, and three of them
     rollouts.jsonl    a few rollouts of each evaluation, token by token
     checkpoints/      see `train.checkpoint`
 
@@ -25,6 +26,8 @@ from iwopd.filesystem import write_atomic
 from iwopd.runs.logs import RunError, read_log
 from iwopd.runs.reading import FORMAT, Run
 
+LONG = 300
+"""Letters of a changed setting that are shown."""
 LOGS = ("metrics.jsonl", "evals.jsonl", "rollouts.jsonl")
 
 
@@ -65,7 +68,7 @@ class RunDirectory:
         changed = differences(old, config, "place")
         if "progress" not in old.method.made.needs:  # else its weights depend on how long the run is
             changed.pop("steps", None)
-        changes = [f"{name}: {before!r} -> {after!r}" for name, (before, after) in changed.items()]
+        changes = [f"{name}: {_shown(before, after)}" for name, (before, after) in changed.items()]
         if about.get("data") != data:
             changes.append(f"training prompts: fingerprint {about.get('data')} -> {data}")
         if changes and not allow_changes:
@@ -108,6 +111,17 @@ class RunDirectory:
             if (self.path / name).exists():
                 kept = [json.dumps(record) + "\n" for record in self.read(name) if record["step"] <= step]
                 write_atomic(self.path / name, "".join(kept))
+
+
+def _shown(before: Any, after: Any) -> str:
+    """Two values of a setting; of long texts (a chat template) the place where they part."""
+    words = [repr(before), repr(after)]
+    if max(map(len, words)) > LONG and isinstance(before, str) and isinstance(after, str):
+        pairs = enumerate(zip(before, after, strict=False))
+        place = next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
+        words = [f"{text[max(0, place - 20) : place + 40]!r} ({len(text):,} letters)" for text in (before, after)]
+        return f"another text from letter {place + 1:,} on: {words[0]} -> {words[1]}"
+    return " -> ".join(word if len(word) <= LONG else f"{word[:LONG]}... ({len(word):,} letters)" for word in words)
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ from iwopd.config import Config, flatten
 from iwopd.models import ModelSource
 from iwopd.train.doctor import Finding
 from iwopd.train.doctor.case import open_case
-from iwopd.train.doctor.chat import check_template
+from iwopd.train.doctor.chat import check_rendering, check_template
 from iwopd.train.doctor.data import check_data
 from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
 from iwopd.train.doctor.lengths import check_context
@@ -63,7 +63,15 @@ def check_installed() -> None:
 def examine(config: Config, folder: Path) -> Iterator[Finding]:
     """What the doctor says without weights, but for the memory of this machine: tokenizers, templates, data, contexts."""
     case = open_case(config, folder)
-    for check in (check_files, check_vocabularies, check_special_tokens, check_rows, check_template, check_data):
+    for check in (
+        check_files,
+        check_vocabularies,
+        check_special_tokens,
+        check_rows,
+        check_template,
+        check_data,
+        check_rendering,
+    ):
         yield from check(case)
     configs = {member.name: member.config for member in case.members.values() if member.config is not None}
     if configs and not case.data_problem:

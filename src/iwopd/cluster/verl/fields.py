@@ -176,7 +176,7 @@ FIELDS: dict[str, Treatment] = {
     "eval.samples": _mapped(f"{_ROLLOUT}.val_kwargs.n"),
     "eval.chat_template_kwargs": _only(
         lambda given, config: eval_rendering(config) == student_rendering(config),
-        "verl renders all prompts alike, by data.chat_template_kwargs: leave it out, and evaluate with `iwopd eval --model RUN`",
+        "verl renders all prompts alike, by data.chat_template_kwargs: leave it out, and use `iwopd eval --model RUN`",
     ),
     "eval.temperature": _mapped(f"{_ROLLOUT}.val_kwargs.temperature, do_sample"),
     "eval.max_tokens": _only(
