@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from iwopd.train.thinking import ThinkingTokens, teaching_mask
 from iwopd.types import Prompt, Rollout
 from models import byte_tokenizer
 
+IW_OPD = {"weights": "cumulative-share"}
 PAIR = {"models": {"student": "s", "teacher": "t"}, "data": {"prompts": "p.jsonl"}}
 THINKS = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
@@ -48,7 +50,9 @@ def tokenizer() -> Any:
 
 def test_names_that_a_template_asks_for() -> None:
     assert known_names(THINKS) == {"enable_thinking", "effort"}
-    generation = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}{{ eos_token }}"
+    generation = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}{{ eos_token }}"
+    )
     assert known_names(generation) == set()  # transformers' own tags are understood
     assert known_names("{% set thinking = thinking | default(true) %}{{ thinking }}") == {"thinking"}
 
@@ -87,7 +91,10 @@ def test_settings_of_an_older_run_are_those_of_today(tmp_path: Path) -> None:
         ({"data": {"chat_template_kwargs": {"tokenize": True}}}, "'tokenize' is not a template's to receive"),
         ({"rollout": {"thinking": "off"}}, "rollout.thinking"),
         (
-            {"rollout": {"thinking": "mask", "max_tokens": 64, "horizon": {"type": "drift"}}, "method": {"weights": "survival"}},
+            {
+                "rollout": {"thinking": "mask", "max_tokens": 64, "horizon": {"type": "drift"}},
+                "method": {"weights": "survival"},
+            },
             "stops answers by the gaps of all their tokens",
         ),
     ],
@@ -119,7 +126,10 @@ def test_students_evaluations_and_teachers_have_their_own(tokenizer: Any) -> Non
     own = config(
         data={"chat_template": THINKS, "chat_template_kwargs": {"enable_thinking": True, "effort": "low"}, "prefill": "So"},
         eval={"chat_template_kwargs": {"effort": "high"}},
-        teacher={"chat_template_kwargs": {"enable_thinking": False}, "others": {"x": {"model": "m", "chat_template": "{{ 1 }}"}}},
+        teacher={
+            "chat_template_kwargs": {"enable_thinking": False},
+            "others": {"x": {"model": "m", "chat_template": "{{ 1 }}"}},
+        },
     )
     assert student_chat(own, tokenizer).text(USER).endswith("<think>\nlowSo")
     assert eval_rendering(own).of(tokenizer).text(USER).endswith("<think>\nhighSo")
@@ -209,7 +219,7 @@ def test_blocks_are_found_as_before(pieces: list[str]) -> None:
     assert strip_thinking(text) == _visible(text)
     spans = thinking_spans(text)
     assert all(start < end for start, end in spans)
-    assert all(one[1] <= other[0] for one, other in zip(spans, spans[1:], strict=False))
+    assert all(one[1] <= other[0] for one, other in pairwise(spans))
 
 
 def test_checkers_know_what_stands_in_the_prompt() -> None:
