@@ -252,7 +252,7 @@ def test_a_mapped_setting_reaches_verl(name: str) -> None:
 def test_a_template_is_given_the_same_names_and_values() -> None:
     carried = [item for item in _overrides(_config("data.chat_template_kwargs")) if "apply_chat_template_kwargs" in item]
     names = "+data.apply_chat_template_kwargs"
-    assert carried == [f"{names}.enable_thinking=true", f"{names}.reasoning_effort='low'"]
+    assert carried == [f"{names}.enable_thinking=true", f"{names}.reasoning_effort=low"]
 
 
 @pytest.mark.parametrize("name", _names("unused"))
