@@ -61,7 +61,7 @@ _LORA = "of an adapter, and lora.rank must be 0"
 _REWARD = "the launcher carries no task reward: leave [reward] out, or use the local engine"
 _ALONE = "when it trains on the teacher alone: set it to 0, or use the local engine"
 
-PROMPT_OF_ITS_OWN = {"system": None, "user": None, "chat_template": None, "chat_template_kwargs": {}}
+PROMPT_OF_ITS_OWN: dict[str, Any] = {"system": None, "user": None, "chat_template": None, "chat_template_kwargs": {}}
 """Settings that make a teacher see another prompt than the student, and their values that do not."""
 
 FIELDS: dict[str, Treatment] = {
