@@ -175,6 +175,8 @@ def test_the_doctor_shows_prompts_and_says_what_is_wrong(pair: dict[str, Any], t
     assert len(shown) == 3
     assert all("?<think>'; the teacher's: " in line and line.endswith("?<think></think>'") for line in shown)
     assert any(line.startswith("pass  chat template   the teacher sees its own rendering") for line in said)
+    said = lines(choose(pair, "keep", teacher={"chat_template": TEMPLATE.replace("?", "?=")}), tmp_path)
+    assert any("the teacher sees the rendering that [teacher] describes, which is not its own" in line for line in said)
     wrong = {"chat_template_kwargs": {"enable_thinking": True, "enable_thoughts": True}}
     (unknown,) = [line for line in lines(choose(pair, "keep", data=wrong), tmp_path) if "template names" in line]
     assert "data.chat_template_kwargs gives 'enable_thoughts', which the chat template does not ask for" in unknown
@@ -189,17 +191,22 @@ def test_the_doctor_shows_prompts_and_says_what_is_wrong(pair: dict[str, Any], t
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("sections", "words"),
     [
-        ({"prefill": "1<eos>"}, "the prefill '1<eos>' holds the special token '<eos>'"),
-        ({"chat_template": "{{ raise_exception('never') }}"}, "data.chat_template renders no user message: the chat template "),
-        ({"chat_template": "{{ messages[5].content }}"}, "data.chat_template renders no user message"),
+        ({"data": {"prefill": "1<eos>"}}, "the prefill '1<eos>' holds the special token '<eos>'"),
+        ({"data": {"chat_template": "{{ raise_exception('never') }}"}}, "data.chat_template renders no user message: the chat"),
+        ({"data": {"chat_template": "{{ messages[5].content }}"}}, "data.chat_template renders no user message"),
+        ({"teacher": {"chat_template": "{{ 1 / 0 }}"}}, "teacher.chat_template renders no user message"),
+        (
+            {"teacher": {"others": {"x": {"urls": ["http://gpu1:8000"], "chat_template": "{{ 1 / 0 }}"}}}},
+            "teacher.others.x.chat_template renders no user message",
+        ),
     ],
 )
 def test_what_cannot_be_rendered_is_refused_before_models_are_loaded(
-    data: dict[str, Any], words: str, pair: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sections: dict[str, Any], words: str, pair: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = choose(pair, "keep", data=data)
+    config = choose(pair, "keep", **sections)
     failed = [line for line in lines(config, tmp_path) if line.startswith("fail")]
     assert any(words in line for line in failed), failed
     monkeypatch.setattr("iwopd.train.assembly.load_student", lambda *_: pytest.fail("a model was loaded"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -55,10 +55,19 @@ def teacher_view(config: Config, source: TeacherSource, tokenizer: Any) -> Calla
 
 def check_chats(config: Config, tokenizer: Any) -> None:
     """Refuse a template of the user's own that renders no chat, and a prefill that is none, before a model is loaded."""
-    chats = {"data": student_chat(config, tokenizer), "teacher": teacher_chat(config, config.teacher, tokenizer)}
-    for section, chat in chats.items():
-        if getattr(config, section).chat_template is not None:
-            try:
-                chat.text(EXAMPLE)
-            except ChatError as error:
-                raise ChatError(f"{section}.chat_template cannot render a user message: {error}") from None
+    student_chat(config, tokenizer)
+    for place, why in unrenderable(config, tokenizer):
+        raise ChatError(f"{place}.chat_template renders no user message: {why}")
+
+
+def unrenderable(config: Config, tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """Templates of the user's own that render no chat: the section that names it, and the reason."""
+    teachers = {"teacher": config.teacher, **{f"teacher.others.{name}": one for name, one in config.teacher.others.items()}}
+    chats = {place: teacher_chat(config, one, tokenizer) for place, one in teachers.items() if one.chat_template is not None}
+    if config.data.chat_template is not None:
+        chats = {"data": student_chat(config, tokenizer), **chats}
+    for place, chat in chats.items():
+        try:
+            chat.text(EXAMPLE)
+        except ChatError as error:
+            yield place, str(error)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from iwopd.data.chat import THINKING, Chat, ChatError
-from iwopd.train.chats import EXAMPLE, student_chat, student_rendering, teacher_chat
+from iwopd.train.chats import EXAMPLE, student_chat, student_rendering, teacher_chat, unrenderable
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
 from iwopd.train.examples import rendered_examples
@@ -29,11 +30,12 @@ def check_template(case: Case) -> Iterator[Finding]:
     except ChatError as error:
         yield failure("chat template", str(error), "correct data.prefill")
         return
-    ours, why = _rendered(chat)
+    if wrong := dict(unrenderable(config, student)):
+        for place, why in wrong.items():
+            yield failure("chat template", f"{place}.chat_template renders no user message: {why}", "correct the file")
+        return
+    ours = _rendered(chat)
     if ours is None:
-        if chat.template is not None:
-            yield failure("chat template", f"data.chat_template renders no user message: {why}", "correct the file")
-            return
         yield failure(
             "chat template",
             "the student's tokenizer has no chat template that renders a user message, so prompts cannot be rendered",
@@ -43,11 +45,10 @@ def check_template(case: Case) -> Iterator[Finding]:
         return
     yield from _names(case, chat)
     yield from _thinking(case, chat)
-    seen, why = _rendered(teacher_chat(config, config.teacher, student))
-    theirs = None if teacher is None else _rendered(teacher_chat(config, config.teacher, teacher, foreign=True))[0]
-    if seen is None:
-        yield failure("chat template", f"teacher.chat_template renders no user message: {why}", "correct the file")
-    elif theirs is None:
+    seen = _rendered(teacher_chat(config, config.teacher, student)) or ours
+    own = None if teacher is None else replace(teacher_chat(config, config.teacher, teacher, foreign=True), template=None)
+    theirs = None if own is None else _rendered(own)
+    if theirs is None:
         lack = "tokenizer" if teacher is None else "chat template"
         what = "the student's rendering" if seen == ours else "the rendering that [teacher] describes"
         yield warning("chat template", f"the teacher has no {lack}: it sees {what}", "make sure that it was trained on chats")
@@ -103,8 +104,8 @@ def _names(case: Case, chat: Chat) -> Iterator[Finding]:
 def _thinking(case: Case, chat: Chat) -> Iterator[Finding]:
     """Whether answers think, and whether `rollout.thinking` goes with it."""
     rendering = student_rendering(case.config)
-    on, off = (_rendered(rendering.but({THINKING: value}).of(chat.tokenizer))[0] for value in (True, False))
-    text = _rendered(chat)[0] or ""
+    on, off = (_rendered(rendering.but({THINKING: value}).of(chat.tokenizer)) for value in (True, False))
+    text = _rendered(chat) or ""
     if on != off:
         state = f"a thinking mode; prompts are rendered with thinking {'on' if chat.kwargs.get(THINKING) else 'off'}"
     elif chat.begun(text).removesuffix(chat.prefill):
@@ -140,12 +141,12 @@ def _same_ids(case: Case, teacher: Any) -> Iterator[Finding]:
         yield passed("prompt ids", "the teacher's tokenizer splits the prompts into the student's ids")
 
 
-def _rendered(chat: Chat) -> tuple[str | None, str]:
-    """A user message as the chat renders it, or why not."""
+def _rendered(chat: Chat) -> str | None:
+    """A user message as the chat renders it; None: it does not."""
     try:
-        return chat.text(EXAMPLE), ""
-    except ChatError as error:
-        return None, str(error)
+        return chat.text(EXAMPLE)
+    except ChatError:
+        return None
 
 
 def _shown(example: Mapping[str, Any]) -> str:
