@@ -37,6 +37,8 @@ class Prompt:
     """The reference answer, for checkers."""
     teacher: str | None = None
     """Which teacher scores it, where there are several."""
+    begun: str = ""
+    """What of the answer the prompt holds already: a thinking block that its template opens, a prefill."""
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:

@@ -67,6 +67,9 @@ OTHER: dict[str, Any] = {
     "lora.targets": ["q_proj"],
     "lora.quantize": "4bit",
     "data.max_prompt_tokens": 64,
+    "data.chat_template": "{{ messages }}",
+    "data.chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"},
+    "data.prefill": "So",
     "method.objective": "of-another-kind",
     "method.advantage": "exopd",
     "method.weights": "linear-decay",
@@ -110,6 +113,7 @@ OTHER: dict[str, Any] = {
     "rollout.top_k": 20,
     "rollout.stop_tokens": ["<end>"],
     "rollout.truncated": "mask",
+    "rollout.thinking": "only",
     "rollout.overlap": False,
     "engine.vllm.dtype": "float16",
     "engine.vllm.max_model_len": 4096,
@@ -141,6 +145,7 @@ OTHER: dict[str, Any] = {
     "eval.tasks": ["aime24"],
     "eval.prompts": 0,
     "eval.samples": 3,
+    "eval.chat_template_kwargs": {"enable_thinking": True},
     "eval.temperature": 0.5,
     "eval.max_tokens": 30,
     "eval.kept_rollouts": 1,
@@ -160,6 +165,8 @@ OTHER: dict[str, Any] = {
     "rollout.horizon.type": "drift",
     "teacher.system": "You know better.",
     "teacher.user": "{prompt} ({answer})",
+    "teacher.chat_template": "{{ messages }}",
+    "teacher.chat_template_kwargs": {"enable_thinking": True},
     "teacher.others": {"code": {"model": "org/coder"}},
     "cluster.nodes": 2,
     "cluster.gpus_per_node": 16,
@@ -249,6 +256,12 @@ def test_every_setting_has_a_treatment() -> None:
 @pytest.mark.parametrize("name", _names("mapped"))
 def test_a_mapped_setting_reaches_verl(name: str) -> None:
     assert _overrides(_config(name)) != _overrides(_config(name, changed=False))
+
+
+def test_a_template_is_given_the_same_names_and_values() -> None:
+    carried = [item for item in _overrides(_config("data.chat_template_kwargs")) if "apply_chat_template_kwargs" in item]
+    names = "+data.apply_chat_template_kwargs"
+    assert carried == [f"{names}.enable_thinking=true", f"{names}.reasoning_effort=low"]
 
 
 @pytest.mark.parametrize("name", _names("unused"))

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, model_validator
 from iwopd.config.distributions import DialectName, refusal
 from iwopd.config.horizon import HorizonSettings
 from iwopd.config.mix import MixSettings
+from iwopd.config.templates import TemplateKwargs, TemplateText
 from iwopd.data.teacher_view import PromptTemplate
 from iwopd.errors import ConfigError
 from iwopd.rollout.engine import ENGINES, Engine
@@ -28,6 +29,9 @@ class RolloutSettings(Section):
     top_k: int = Field(0, ge=0, description="keep the k likeliest ids; 0: off")
     stop_tokens: list[str] = Field([], description="tokens that end an answer, beside those of tokenizer and generation config")
     truncated: Literal["keep", "mask", "drop"] = Field("keep", description="rollouts cut off by max_tokens: trained on or not")
+    thinking: Literal["keep", "mask", "only"] = Field(
+        "keep", description="thinking blocks of rollouts: trained on like the rest, not at all, or alone"
+    )
     horizon: HorizonSettings = Field(default_factory=HorizonSettings)
     mix: MixSettings = MixSettings()
     mismatch_limit: float | None = Field(
@@ -55,6 +59,10 @@ class TeacherSource(Section):
     system: str | None = Field(None, description="system prompt that the teacher sees instead of the student's")
     user: str | None = Field(
         None, description="user message that the teacher sees: {prompt}, {answer} and the data set's fields are filled in"
+    )
+    chat_template: TemplateText | None = Field(None, description="file with a Jinja template; empty: as the student's")
+    chat_template_kwargs: TemplateKwargs = Field(
+        default_factory=dict, description="what the teacher's chat template is given; the rest as in data.chat_template_kwargs"
     )
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from iwopd.config.templates import TemplateKwargs, TemplateText
 from iwopd.data.fields import parse_filter
 from iwopd.section import Dtype, Section
 
@@ -95,3 +96,8 @@ class Data(Section):
     sets: list[DataSet] = Field([], description="training sets and their mixture instead of one file, see docs/data.md")
     train_size: int = Field(4096, ge=1, description="training prompts to draw from an embedded world")
     max_prompt_tokens: int = Field(2048, ge=1, description="longer prompts are left out (and counted), never cut")
+    chat_template: TemplateText | None = Field(None, description="file with a Jinja template; empty: the student's tokenizer's")
+    chat_template_kwargs: TemplateKwargs = Field(
+        default_factory=dict, description="what the chat template is given; enable_thinking is false unless set here"
+    )
+    prefill: str = Field("", description="beginning of every answer: it ends the prompts and is not trained on")

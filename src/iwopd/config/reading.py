@@ -23,7 +23,8 @@ from iwopd.section import Section
 if TYPE_CHECKING:
     from iwopd.rollout.engine import EngineChoice
 
-OPEN_TABLES = ("method.params", "eval.data", "teacher.others")
+TEMPLATE_TABLES = tuple(f"{section}.chat_template_kwargs" for section in ("data", "eval", "teacher"))
+OPEN_TABLES = ("method.params", "eval.data", "teacher.others", *TEMPLATE_TABLES)
 """Tables whose keys are the user's."""
 
 KEPT_QUIET = ("url", "urls", "api_key_env")

@@ -69,6 +69,13 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _world_renders_its_own(self) -> Self:
+        given = [name for name in ("chat_template", "chat_template_kwargs", "prefill") if getattr(self.data, name)]
+        if self.models.world is not None and given:
+            raise ValueError(f"data.{given[0]} is given, but models.world brings rendered prompts: leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _servers_score_at_one(self) -> Self:
         if self.teacher.has_servers and self.rollout.temperature != 1:
             raise ValueError(
@@ -154,6 +161,11 @@ class Config(Section):
             raise ValueError(
                 f"rollout.horizon.type is {rollout.horizon.type!r}, but answers of rollout.engine {rollout.engine!r} cannot be "
                 "stopped while it writes them: choose the horizon 'fixed' or 'growing', or engine 'local', 'vllm' or 'server'"
+            )
+        if horizon.stops_online and rollout.thinking != "keep":
+            raise ValueError(
+                f"rollout.thinking is {rollout.thinking!r}, but the horizon {rollout.horizon.type!r} stops answers by the gaps "
+                "of all their tokens, thinking included: choose the horizon 'full', 'fixed' or 'growing', or thinking = 'keep'"
             )
         if rollout.max_tokens is not None:  # else a world says how long answers are
             try:

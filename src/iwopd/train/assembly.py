@@ -19,7 +19,6 @@ from iwopd.adapters import adapter_off
 from iwopd.algo.objectives import OF_OTHERS, Objective, needs_distributions
 from iwopd.algo.views import Wanted
 from iwopd.config import Config, ConfigError
-from iwopd.data.chat import Chat
 from iwopd.data.prompts import DataError, MixedOrder, PromptOrder, load_prompts
 from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
 from iwopd.eval.catalog import find_task, load_task
@@ -34,6 +33,7 @@ from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.attention import flash_refuses
 from iwopd.train.authors import DataAuthor, build_author
+from iwopd.train.chats import check_chats, eval_rendering, student_chat
 from iwopd.train.horizon import check_following, horizon_refuses
 from iwopd.train.kept_states import KEPT_STATES, followed_for, keeps_others_states, keeps_states
 from iwopd.train.learner import Learner
@@ -51,6 +51,7 @@ from iwopd.train.mix import Others, mix_needs_states, mixed_loss
 from iwopd.train.ranks import Ranks, launched
 from iwopd.train.reward import Rewards, reward_refuses
 from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
+from iwopd.train.thinking import ThinkingTokens
 from iwopd.types import Prompt
 from iwopd.vocabulary import check_same_tokenizer, check_vocabulary
 
@@ -96,6 +97,8 @@ class Parts:
     """Who judges the rollouts; None: nobody."""
     others: Others | None = None
     """Who answers some of the prompts instead of the student; None: nobody."""
+    thinking: ThinkingTokens | None = None
+    """Finds the thinking blocks of rollouts; None: nobody asks."""
 
     def __enter__(self) -> Parts:
         return self
@@ -173,7 +176,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
     others = None
     if config.rollout.mix.active:
-        author = build_author(config, Chat(tokenizer), order.prompts, stops, max_tokens, teacher_scorer, ranks)
+        author = build_author(config, student_chat(config, tokenizer), order.prompts, stops, max_tokens, teacher_scorer, ranks)
         kept = keeps_others_states(objective, own=states, again=again, most=most, ranks=ranks.count)
         of_data = author.fingerprint(order.prompts) if isinstance(author, DataAuthor) else ""
         others = Others(config.rollout.mix, config.seed, author, mix_needs_states(config) and kept, of_data)
@@ -205,6 +208,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
             followed=followed_for(wanted, keeps=teacher_scorer.whole_distribution is not None and most_states <= KEPT_STATES),
             rewards=rewards,
             others=others,
+            thinking=ThinkingTokens.of(config, tokenizer),
         )
     except BaseException:
         engine.close()
@@ -294,6 +298,7 @@ def _models(config: Config, world: tiny.World | None, device: torch.device) -> t
     trust = config.models.trust_remote_code
     tokenizer = world.tokenizer if world is not None else load_tokenizer(student_source, trust_remote_code=trust)
     check_support(config, len(tokenizer))
+    check_chats(config, tokenizer)
     student = load_student(config, student_source, device)
     check_vocabulary("student", student, tokenizer)
     if config.teacher.urls:
@@ -357,7 +362,7 @@ def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notif
 
 def training_sets(config: Config, tokenizer: Any) -> list[LoadedPrompts]:
     """The file of `data.prompts`, or every set of `data.sets`, read and rendered."""
-    most, chat = config.data.max_prompt_tokens, Chat(tokenizer)
+    most, chat = config.data.max_prompt_tokens, student_chat(config, tokenizer)
     if not config.data.sets:
         return [load_prompts(Path(str(config.data.prompts)), chat, most)]
     chosen = [prompt_set(**item.model_dump(exclude_none=True, exclude={"weight"})) for item in config.data.sets]
@@ -381,7 +386,8 @@ def load_tasks(config: Config, world: tiny.World | None, tokenizer: Any, max_tok
         tasks = [Task("tiny", world.eval_prompts(settings.prompts), one_by_one(world.check))]
     else:
         files = {name: Path(path) for name, path in settings.data.items()}
-        tasks = [load_task(find_task(name), tokenizer, data=files.get(name), limit=settings.prompts) for name in settings.tasks]
+        how: dict[str, Any] = {"limit": settings.prompts, "rendering": eval_rendering(config)}
+        tasks = [load_task(find_task(name), tokenizer, data=files.get(name), **how) for name in settings.tasks]
     names = [task.name for task in tasks]
     if config.checkpoint.best is not None and config.checkpoint.best not in names:
         raise ConfigError(f"checkpoint.best is {config.checkpoint.best!r}, but the evaluated tasks are {names}")

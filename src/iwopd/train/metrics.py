@@ -47,6 +47,7 @@ def step_metrics(
         "rollout/truncated": sum(rollout.stop_reason == "length" for rollout in rollouts) / len(rollouts),
         "rollout/stopped": sum(rollout.stop_reason == "horizon" for rollout in rollouts) / len(rollouts),
         **({} if written.overrun is None else {"rollout/overrun": written.overrun}),
+        **({} if scored.thinking is None else {"rollout/thinking": scored.thinking}),
         "rollout/entropy_sampled": -mean(scored.evidence.old_logprobs[signal.mask]),
         "teacher/floored": scored.floored,
         **_update_metrics(update),

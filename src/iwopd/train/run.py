@@ -16,6 +16,7 @@ from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
 from iwopd.train.doctor import Finding, examine_models, examine_recipe, head_findings, refuse
 from iwopd.train.evaluation import keep_best
+from iwopd.train.examples import keep_examples
 from iwopd.train.loop import save, train
 from iwopd.train.ranks import Ranks, lost_contact
 from iwopd.train.state import TrainingState, TrainingStoppedError
@@ -79,6 +80,7 @@ def _train(
                     run.check_resume(config, data, allow_changes=allow_changes)
                 else:
                     run.create(config, data)
+                keep_examples(run.path, config, parts.tokenizer, parts.order.prompts)
 
         parts.ranks.together(open_directory)  # the others wait for it
         store = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep, notify=messages.append)

@@ -23,6 +23,7 @@ from iwopd.train.mix import ScoredOthers
 from iwopd.train.pipeline import Written, look, write_step
 from iwopd.train.reward import StepRewards
 from iwopd.train.state import TrainingStoppedError
+from iwopd.train.thinking import teaching_mask
 from iwopd.train.watching import Watching
 from iwopd.types import Rollout, ScoredRollout, TokenBatch, number_prompts
 
@@ -42,6 +43,8 @@ class ScoredStep:
     """What the checker said, if there is one; it is part of the evidence."""
     others: ScoredOthers | None = None
     """What others wrote: no part of batch and evidence, but of the forward pass, behind the student's rollouts."""
+    thinking: float | None = None
+    """Share of the batch's tokens that are thinking; None: nobody asked."""
 
 
 def write_rollouts(config: Config, parts: Parts, step: int, prompts: int | None = None) -> Written:
@@ -72,6 +75,8 @@ def write_rollouts(config: Config, parts: Parts, step: int, prompts: int | None 
 def score_step(config: Config, parts: Parts, written: Written, step: int) -> ScoredStep:
     """Score what the student wrote. The teacher may still be at work when this begins."""
     kept = _kept(config, written.rollouts)
+    thinking = None if parts.thinking is None else [parts.thinking.mask(rollout) for rollout in kept]
+    teaching = teaching_mask(config, thinking, kept)
     asked, everyones = parts.objective.asks, [*kept, *written.given.rollouts]
     forward = parts.learner.forward(everyones, asked.student)
     found = look(parts.student_scorer, parts.ranks, everyones, asked.student) if forward is None else forward.scores
@@ -81,13 +86,11 @@ def score_step(config: Config, parts: Parts, written: Written, step: int) -> Sco
     scored = scored_rollouts(parts, kept, old, teacher, reference)
     count = sum(int(torch.isneginf(scores.logprobs).sum()) for scores in teacher)
     batch = TokenBatch.collate(scored, correct_rollouts=not parts.engine.exact)
-    mask = batch.mask
-    if config.rollout.truncated == "mask":
-        mask = mask & torch.tensor([rollout.stop_reason != "length" for rollout in kept])[:, None]
-    evidence = evidence_of(batch, mask=mask, progress=training_progress(step, config.steps))
+    evidence = evidence_of(batch, mask=teaching, progress=training_progress(step, config.steps))
     rewards = parts.rewards.step(evidence, kept, lambda: written.judged(kept)) if parts.rewards else None
     others = parts.others.score(written.given, of_others, parts.teacher_scorer, parts.ranks) if parts.others else None
-    return ScoredStep(batch, rewards.evidence if rewards else evidence, forward, count, rewards, others)
+    share = None if thinking is None else float(torch.cat(thinking).double().mean())
+    return ScoredStep(batch, rewards.evidence if rewards else evidence, forward, count, rewards, others, share)
 
 
 def chosen_ids(parts: Parts, student: Sequence[TokenScores]) -> list[Tensor] | None:

@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 from iwopd.config import Config, ConfigError, TeacherSource
-from iwopd.data.chat import Chat
-from iwopd.data.teacher_view import PromptTemplate, teacher_prompt
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.teacher.server import ServerScorer
+from iwopd.train.chats import teacher_view
 from iwopd.types import Prompt
 
 LocalTeacher = Callable[[str | None], Scorer]
@@ -59,9 +58,8 @@ def _scorer(config: Config, name: str | None, source: TeacherSource, tokenizer: 
         scorer = ServerScorer(source, model=model, name=name or "teacher", notify=_notify(config))
     else:
         scorer = local(getattr(source, "model", None))
-    if source.system is None and source.user is None:
-        return scorer
-    return PromptedScorer(scorer, teacher_prompt(Chat(tokenizer), PromptTemplate(source.system, source.user)))
+    view = teacher_view(config, source, tokenizer)
+    return scorer if view is None else PromptedScorer(scorer, view)
 
 
 def _notify(config: Config) -> Callable[[str], None]:

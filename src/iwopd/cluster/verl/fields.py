@@ -17,6 +17,7 @@ from iwopd.algo.objectives import Divergence
 from iwopd.cluster.verl.carrying import CARRIED, LIMITS
 from iwopd.config import Config, MixSettings, Reward
 from iwopd.rollout.settings import ServerSettings
+from iwopd.train.chats import eval_rendering, student_rendering
 
 Kind = Literal["mapped", "data", "launcher", "unused", "only"]
 
@@ -61,6 +62,8 @@ _REWARD = "the launcher carries no task reward: leave [reward] out, or use the l
 _ALONE = "when it trains on the teacher alone: set it to 0, or use the local engine"
 
 _MIX = "verl trains on what the student itself wrote: leave [rollout.mix] out, or use the local engine"
+PROMPT_OF_ITS_OWN: dict[str, Any] = {"system": None, "user": None, "chat_template": None, "chat_template_kwargs": {}}
+"""Settings that make a teacher see another prompt than the student, and their values that do not."""
 
 FIELDS: dict[str, Treatment] = {
     "seed": _mapped(f"data.seed, {_ROLLOUT}.seed, {_ACTOR}.data_loader_seed, fsdp_config.seed; the order of the prompts"),
@@ -95,6 +98,11 @@ FIELDS: dict[str, Treatment] = {
     "data.sets": Treatment("data", "verl/train.parquet in the run directory"),
     "data.train_size": Treatment("data", "verl/train.parquet in the run directory"),
     "data.max_prompt_tokens": _mapped("data.max_prompt_length"),
+    "data.chat_template": _only(
+        None, "verl renders with the student's tokenizer: save that with the template, beside the weights, and leave this out"
+    ),
+    "data.chat_template_kwargs": _mapped("data.apply_chat_template_kwargs"),
+    "data.prefill": _only("", "verl's prompts end where the chat template ends: put it into the tokenizer's template"),
     # --- method: see params.py ----------------------------------------------------------------------------------------
     "method.objective": _only(
         lambda name, config: name in CARRIED, f"verl carries {' and '.join(CARRIED)}: choose one, or use the local engine"
@@ -146,6 +154,7 @@ FIELDS: dict[str, Treatment] = {
     "rollout.top_k": _only(0, f"{_FILTERED}: sample from all of it with 0"),
     "rollout.stop_tokens": _only([], "verl stops where generation_config.json says: add the ids to its eos_token_id"),
     "rollout.truncated": _only("keep", "verl trains on answers that were cut off: set it to 'keep', or use the local engine"),
+    "rollout.thinking": _only("keep", "verl trains on whole answers: set it to 'keep', or use the local engine"),
     "rollout.mismatch_limit": _only(None, "a verl job is not ended for it: leave it out and watch correction/* in the metrics"),
     "rollout.overlap": _unused("verl's teacher scores every answer as soon as it is written"),
     "engine.vllm.dtype": _mapped(f"{_ROLLOUT}.dtype"),
@@ -173,6 +182,10 @@ FIELDS: dict[str, Treatment] = {
     "eval.data": Treatment("data", "verl/val.parquet in the run directory"),
     "eval.prompts": _mapped("trainer.test_freq, val_before_train; verl/val.parquet in the run directory"),
     "eval.samples": _mapped(f"{_ROLLOUT}.val_kwargs.n"),
+    "eval.chat_template_kwargs": _only(
+        lambda given, config: eval_rendering(config) == student_rendering(config),
+        "verl renders all prompts alike, by data.chat_template_kwargs: leave it out, and use `iwopd eval --model RUN`",
+    ),
     "eval.temperature": _mapped(f"{_ROLLOUT}.val_kwargs.temperature, do_sample"),
     "eval.max_tokens": _only(
         lambda limit, config: limit in (None, config.rollout.max_tokens),
@@ -195,9 +208,13 @@ FIELDS: dict[str, Treatment] = {
     "teacher.request_timeout": _unused(_SERVER_SETTING),
     "teacher.patience": _unused(_SERVER_SETTING),
     "teacher.deadline": _unused(_SERVER_SETTING),
-    "teacher.system": _only(None, "verl's teacher sees the student's prompt: leave it out, or use the local engine"),
-    "teacher.user": _only(None, "verl's teacher sees the student's prompt: leave it out, or use the local engine"),
-    "teacher.others": _mapped(f"{_TEACHER}, distillation.teacher_key; each with a model, without urls, system or user"),
+    **{
+        f"teacher.{name}": _only(value, "verl's teacher sees the student's prompt: leave it out, or use the local engine")
+        for name, value in PROMPT_OF_ITS_OWN.items()
+    },
+    "teacher.others": _mapped(
+        f"{_TEACHER}, distillation.teacher_key; each with a model, without urls, and without a prompt of its own"
+    ),
     # --- cluster ----------------------------------------------------------------------------------------------------
     "cluster.nodes": _mapped("trainer.nnodes, distillation.nnodes"),
     "cluster.gpus_per_node": _mapped("trainer.n_gpus_per_node, distillation.n_gpus_per_node"),

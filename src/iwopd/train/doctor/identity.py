@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from iwopd.data.chat import ChatError
 from iwopd.models import end_ids
+from iwopd.train.chats import student_chat
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
 from iwopd.vocabulary import compare_vocabularies
@@ -88,7 +90,7 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
         message = f"id {beyond[0]:,} should end answers, but the tokenizer has {len(ours):,} ids: it can never be written"
         yield failure("stop ids", message, "correct eos_token_id in the student's generation_config.json")
     words = {stop: ours.convert_ids_to_tokens(stop) for stop in sorted(stops) if stop < len(ours)}
-    ending = _template_ending(ours)
+    ending = _template_ending(case)
     if ending is not None and ending not in stops:
         word = ours.convert_ids_to_tokens(ending)
         yield failure(
@@ -132,14 +134,13 @@ def check_rows(case: Case) -> Iterator[Finding]:
         yield passed("output rows", f"{len(ours):,} ids; rows: {', '.join(sizes)}, {left_out}")
 
 
-def _template_ending(tokenizer: Any) -> int | None:
+def _template_ending(case: Case) -> int | None:
     """The id of the special token that the chat template puts after an answer; None if there is none."""
-    if not tokenizer.chat_template:
-        return None
+    tokenizer = case.student.tokenizer
     messages = [{"role": "user", "content": "3+4"}, {"role": "assistant", "content": "7"}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False))
-    except Exception:  # templates raise anything, for instance if they do not know the role
+        text = student_chat(case.config, tokenizer).text(messages, answered=True)
+    except ChatError:  # there is no template, or it does not know the role
         return None
     after = text.rpartition("7")[2]
     special = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
