@@ -18,6 +18,7 @@ from iwopd.train.metrics import Clock, step_metrics
 from iwopd.train.mismatch import check_engine, mismatch_metrics
 from iwopd.train.scoring import loss_columns, score_step, write_rollouts
 from iwopd.train.state import TrainingState, TrainingStoppedError
+from iwopd.train.teacher_cache import cache_metrics
 from iwopd.train.tracking import Tracker
 from iwopd.types import StepStats
 
@@ -66,6 +67,7 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int, prompt
     written = write_rollouts(config, parts, step, prompts)
     clock.lap("rollout")
     scored = score_step(config, parts, written, step)
+    parts.rest_teachers()
     mismatch = {} if parts.engine.exact else mismatch_metrics(config, parts, scored.batch, step)
     clock.lap("teacher")
     signal = objective.signal(scored.evidence)
@@ -75,7 +77,7 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int, prompt
     clock.lap("update")
     if update.skipped and parts.ranks.is_main:
         dump_skipped(run.path, scored.batch, {**columns, "weights": signal.weights[scored.batch.mask]}, step)
-    metrics = step_metrics(scored, signal, written, update, objective) | mismatch
+    metrics = step_metrics(scored, signal, written, update, objective) | mismatch | cache_metrics(parts.caches, parts.ranks)
     skipped = update.skipped > 0
     return StepStats(step, update.loss, update.grad_norm, update.tokens, len(written.rollouts), skipped, clock.laps, metrics)
 

@@ -14,6 +14,7 @@ from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.teacher.server import ServerScorer
+from iwopd.train.teacher_cache import cached
 from iwopd.types import Prompt
 
 LocalTeacher = Callable[[str | None], Scorer]
@@ -59,6 +60,8 @@ def _scorer(config: Config, name: str | None, source: TeacherSource, tokenizer: 
         scorer = ServerScorer(source, model=model, name=name or "teacher", notify=_notify(config))
     else:
         scorer = local(getattr(source, "model", None))
+    if config.teacher.cache is not None:
+        scorer = cached(config, scorer, source, None if source.urls else getattr(source, "model", None), len(tokenizer))
     if source.system is None and source.user is None:
         return scorer
     return PromptedScorer(scorer, teacher_prompt(Chat(tokenizer), PromptTemplate(source.system, source.user)))

@@ -23,7 +23,7 @@ from iwopd.train.memory.step import NO_WRITER, DeviceMemory, StepMemory, Stored,
 from iwopd.train.teachers import scores_early
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}
+QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55, "int8": 1.0}
 """Of a parameter in a quantised matrix, scales included."""
 FOLLOWED_SHARE = CACHE_SHARE
 """Of a GPU's free memory: most that the cache of a teacher takes which follows answers."""
@@ -147,16 +147,20 @@ class RunShape:
             whole_distributions=self.config.method.made.needs_teacher_distribution,
             kept=0.0 if gpus else self.kept(ranks),
             followed=self._followed(gpus > 0, ranks, self.teacher_share(gpus)),
+            teachers_leave=gpus > 0 and self.config.models.teacher_offload,
         ).step
 
     def kept(self, ranks: int = 1) -> float:
         """Bytes that a step keeps of its tokens in main memory beside log-probs."""
         state = max((teacher.hidden for teacher in self.teachers.values()), default=0) * self.teacher_bytes
-        return kept_bytes(self.config.method.made, tokens=self._most_tokens, state=state, ranks=ranks)
+        again = not self.config.models.teacher_offload
+        return kept_bytes(self.config.method.made, tokens=self._most_tokens, state=state, ranks=ranks, again=again)
 
     def in_main_memory(self, ranks: int) -> float:
         """Bytes that the processes of a machine have on its CPU while they train on GPUs: teachers, and what steps keep."""
         kept = ranks * self.kept(ranks)
+        if self.config.models.teacher_offload:
+            return kept + ranks * sum(teacher.weights for teacher in self._teachers(1.0))
         if self.config.models.teacher_device != "cpu":
             return kept
         teachers, tokens = self._teachers(1.0), self._batch(TOKEN_BUDGET_CPU, ranks)
@@ -165,7 +169,10 @@ class RunShape:
         return kept + ranks * (sum(teacher.weights for teacher in teachers) + scoring + followed)
 
     def _teachers(self, share: float) -> tuple[Stored, ...]:
-        return tuple(Stored(teacher, self.teacher_bytes, share) for teacher in self.teachers.values())
+        quantized = QUANTIZED_BYTES.get(self.config.models.teacher_quantize)
+        return tuple(
+            Stored(teacher, self.teacher_bytes, share, quantized_bytes=quantized) for teacher in self.teachers.values()
+        )
 
     def _tokens(self, on_gpu: bool, teacher_share: float, ranks: int) -> Tokens:
         optim, here = self.config.optim, bool(self.teachers) and teacher_share > 0
