@@ -147,7 +147,7 @@ def test_what_does_not_go_together_is_refused(models: dict[str, Any], teacher: d
 def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantizing.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ModelError, match=r"models.teacher_quantize = 'int8' needs the package torchao: pip install 'iwopd\[torchao\]'"
+        ModelError, match=r"teacher_quantize = 'int8' needs the package torchao: pip install 'iwopd\[torchao\]'"
     ):
         quantization("int8", "models.teacher_quantize")
     with pytest.raises(ModelError, match=r"bitsandbytes and a GPU: pip install 'iwopd\[qlora\]'"):

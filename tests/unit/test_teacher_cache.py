@@ -150,12 +150,8 @@ def test_a_run_counts_what_was_there(tmp_path: Path) -> None:
     """The same run again: every answer was scored before, and the run is the same bit for bit."""
     settings = save_pair(tmp_path) | {"steps": 2, "threads": torch.get_num_threads(), "tracking": {"console": "off"}}
     settings |= {"rollout": {"prompts_per_step": 4, "max_tokens": 8}, "checkpoint": {"every": 9}}
-    records = {}
-    for name, teacher in (
-        ("without", {}),
-        ("first", {"cache": str(tmp_path / "kept")}),
-        ("second", {"cache": str(tmp_path / "kept")}),
-    ):
+    records, cache = {}, {"cache": str(tmp_path / "kept")}
+    for name, teacher in (("without", {}), ("first", cache), ("second", cache)):
         run_training(make_config({**settings, "teacher": teacher}), tmp_path / name, doctor=False)
         records[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     assert [record["teacher/cache_misses"] for record in records["first"]] == [4, 4]
