@@ -23,6 +23,7 @@ from iwopd.train.assembly import assemble
 from iwopd.train.doctor.machine import check_packages
 from iwopd.train.learner import Learner
 from iwopd.train.loading import load_teacher
+from iwopd.train.memory import ModelShape, RunShape
 from iwopd.train.run import run_training
 from iwopd.types import Prompt, Rollout
 from models import make_model, save_pair
@@ -196,3 +197,41 @@ def test_a_teacher_in_int8_teaches(tmp_path: Path) -> None:
     assert 0 < difference < 0.2
     run_training(config, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["tokens"] > 0
+
+
+# --- the memory model -----------------------------------------------------------------------------------------------
+
+
+def shape(**changes: Any) -> RunShape:
+    """A small student under a teacher ten times as wide."""
+    models = {"student": "a", "teacher": "b", **changes.pop("models", {})}
+    config = make_config({"models": models, "data": {"prompts": "p"}, "rollout": {"max_tokens": 4}, **changes})
+    student, teacher = (ModelShape.of(make_model("llama", hidden=hidden).config) for hidden in (32, 320))
+    return RunShape(config=config, student=student, teachers={"teacher": teacher}, reference=None, longest=32)
+
+
+def test_the_memory_model_knows_that_it_leaves() -> None:
+    stays, leaves = shape(), shape(models={"teacher_offload": True})
+    size = stays.on_one_device().state["teachers"]
+    memory = leaves.on_one_device()
+    assert memory.state["teachers"] == 0
+    assert memory.parts_of("backward pass")["teachers"] == 0
+    assert memory.parts_of("rollouts")["teachers"] == 0
+    assert memory.parts_of("scores")["teachers"] == size > 0
+    assert stays.on_one_device().needed("backward pass") - memory.needed("backward pass") == size
+    assert leaves.in_main_memory(2) - stays.in_main_memory(2) == 2 * size
+    assert leaves.on_one_device(gpus=0).state["teachers"] == size  # a CPU has nowhere to send it
+    whole = shape(models={"teacher_offload": True}, method={"objective": "divergence"}).on_one_device()
+    matrix = 21 * 320 * 4
+    assert whole.parts_of("backward pass")["teachers"] == matrix
+    assert whole.parts_of("scores")["teachers"] == size + matrix
+    early = shape(models={"teacher_offload": True}, rollout={"max_tokens": 4, "overlap": True}).on_one_device()
+    assert early.parts_of("rollouts")["teachers"] == size
+
+
+@pytest.mark.parametrize(("kind", "bytes_each"), [("int8", 1.0), ("8bit", 1.0), ("4bit", 0.55)])
+def test_the_memory_model_counts_fewer_bits(kind: str, bytes_each: float) -> None:
+    plain, small = shape(), shape(models={"teacher_quantize": kind})
+    layers = plain.teachers["teacher"].count.layers
+    saved = plain.on_one_device().state["teachers"] - small.on_one_device().state["teachers"]
+    assert saved == pytest.approx(layers * (4 - bytes_each))

@@ -106,7 +106,9 @@ def _score(config: Config, parts: Parts, rollouts: Sequence[Rollout], step: int)
         checking.close()
     samples = config.rollout.samples
     written = Written(list(rollouts), parts.teacher_scorer, parts.ranks, None, samples, parts.teacher_wanted, checking)
-    return score_step(config, parts, written, step)
+    scored = score_step(config, parts, written, step)
+    parts.rest_teachers()
+    return scored
 
 
 def _check_gap(config: Config, parts: Parts, rollouts: Sequence[Rollout], step: int) -> Iterator[Finding]:
