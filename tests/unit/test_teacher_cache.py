@@ -162,7 +162,7 @@ def test_a_run_counts_what_was_there(tmp_path: Path) -> None:
 
 
 def test_other_weights_are_another_teacher(tmp_path: Path) -> None:
-    settings = save_pair(tmp_path) | {"teacher": {"cache": str(tmp_path / "kept"), "user": "Think: {prompt}"}}
+    settings = save_pair(tmp_path) | {"teacher": {"cache": str(tmp_path / "kept"), "user": "1+{prompt}"}}
     keys = []
     for change in ({}, {"teacher_dtype": "bfloat16"}, {"teacher": str(tmp_path / "student")}):
         with assemble(make_config({**settings, "models": {**settings["models"], **change}}), print) as parts:
