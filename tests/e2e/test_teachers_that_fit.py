@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 
 from iwopd import quantization as quantizing
 from iwopd.config import ConfigError, make_config
-from iwopd.models import ModelError, load_model
+from iwopd.models import ModelError, ModelSource, load_model
 from iwopd.quantization import quantization
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.offload import OffloadedScorer
@@ -146,7 +146,7 @@ def test_what_does_not_go_together_is_refused(models: dict[str, Any], teacher: d
 
 
 def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantizing.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ModelError, match=r"teacher_quantize = 'int8' needs the package torchao: pip install 'iwopd\[torchao\]'"
     ):
@@ -182,7 +182,7 @@ def test_transformers_gets_the_config_for_the_teacher(
         return load_model(source, **options)
 
     monkeypatch.setattr("iwopd.train.loading.load_model", loaded)
-    load_teacher(config, tmp_path / "teacher", torch.device("cpu"))
+    load_teacher(config, ModelSource.of(tmp_path / "teacher"), torch.device("cpu"))
     (given,) = handed
     assert {name: getattr(given, name) for name in facts} == facts
 
