@@ -86,6 +86,11 @@ class Teacher(TeacherSource):
         default_factory=dict, description="further teachers by the name that a prompt's field `teacher` gives"
     )
 
+    cache: Place[str | None] = Field(
+        None, description="folder of scores that are kept for answers that recur: docs/teachers.md; empty: none are kept"
+    )
+    cache_gb: Place[float] = Field(10.0, gt=0, description="size of that folder in GB; the oldest scores go first")
+
     @property
     def has_servers(self) -> bool:
         return any(source.urls for source in (self, *self.others.values()))

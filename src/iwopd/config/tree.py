@@ -105,6 +105,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _teacher_fits(self) -> Self:
+        models, teacher = self.models, self.teacher
+        local = not teacher.urls or any(other.model is not None for other in teacher.others.values())
+        given = {"teacher_offload": models.teacher_offload, "teacher_quantize": models.teacher_quantize != "none"}
+        if (asked := [name for name, is_set in given.items() if is_set]) and not local:
+            raise ValueError(
+                f"models.{asked[0]} is for teachers in this process, and all are servers (teacher.urls): leave it out; how a "
+                "server keeps its model is its own affair (vLLM: sleep mode, --quantization)"
+            )
+        weights = getattr(teacher, "source", "model")
+        if teacher.cache is not None and weights != "model":
+            raise ValueError(
+                f"teacher.cache keeps scores of weights that stay the same, and teacher.source = {weights!r} is the student, "
+                "which changes: leave teacher.cache out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reward_teaches(self) -> Self:
         reward, made = self.reward, self.method.made
         if reward.added and not made.takes_reward:

@@ -29,7 +29,9 @@ from iwopd.rollout.engine import ENGINES, Engine, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rope import fix_rope
+from iwopd.teacher.cached import CachedScorer
 from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.offload import OffloadedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.attention import flash_refuses
 from iwopd.train.authors import DataAuthor, build_author
@@ -50,6 +52,7 @@ from iwopd.train.micro_batch import Distributions
 from iwopd.train.mix import Others, mix_needs_states, mixed_loss
 from iwopd.train.ranks import Ranks, launched
 from iwopd.train.reward import Rewards, reward_refuses
+from iwopd.train.teacher_cache import caches_of
 from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
 from iwopd.train.thinking import ThinkingTokens
 from iwopd.types import Prompt
@@ -99,6 +102,10 @@ class Parts:
     """Who answers some of the prompts instead of the student; None: nobody."""
     thinking: ThinkingTokens | None = None
     """Finds the thinking blocks of rollouts; None: nobody asks."""
+    offloaded: Sequence[OffloadedScorer] = ()
+    """Local teachers that leave the accelerator when they have scored."""
+    caches: Sequence[CachedScorer] = ()
+    """Teachers whose scores are kept on disk."""
 
     def __enter__(self) -> Parts:
         return self
@@ -119,8 +126,14 @@ class Parts:
 
     def before_writing(self) -> None:
         """Called by all ranks before they write. An engine elsewhere has one copy of the weights for all: it gets them here."""
+        self.rest_teachers()
         if self.engine.weights == "elsewhere":
             self.ranks.together(self.engine.update_weights)
+
+    def rest_teachers(self) -> None:
+        """Called when the teachers have scored: those that are offloaded make room for the student."""
+        for teacher in self.offloaded:
+            teacher.leave()
 
 
 def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener | None = None) -> Parts:
@@ -154,11 +167,19 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
         shared: dict[str, Any] = {"temperature": config.rollout.temperature, "head_precision": config.head_products}
         return LocalScorer(model, vocab_size=vocab_size, **shared, **options)
 
+    offloaded: list[OffloadedScorer] = []
+
     def local_teacher(source: str | None) -> LocalScorer:
-        return scorer(teacher if source is None else _other_teacher(config, source, tokenizer, accelerator.device))
+        found = scorer(teacher if source is None else _other_teacher(config, source, tokenizer, accelerator.device))
+        if not config.models.teacher_offload:
+            return found
+        offloaded.append(OffloadedScorer.of(found))
+        return offloaded[-1]
 
     student_scorer = scorer(student, autocast=accelerator.autocast)
     teacher_scorer = build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher)
+    if any(not one.moves for one in offloaded):
+        notify("models.teacher_offload does nothing here: the teacher is on the CPU already")
     reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator)
     scorers = {"student": student_scorer, "teacher": teacher_scorer, "reference": reference_scorer}
     heads = check_heads(scorers, order.prompts)
@@ -209,6 +230,8 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
             rewards=rewards,
             others=others,
             thinking=ThinkingTokens.of(config, tokenizer),
+            offloaded=offloaded,
+            caches=caches_of(teacher_scorer),
         )
     except BaseException:
         engine.close()
@@ -228,7 +251,8 @@ def _whole_distributions(config: Config, teacher: Scorer) -> Distributions | Non
             f"{who} needs the teacher's output matrix, but its logits are not those of the matrix (a soft cap or a scale): "
             f"choose another teacher, or {remedy}"
         )
-    return Distributions(teacher.output_matrix(), teacher.whole_distribution)
+    # An offloaded teacher is away during the update: its states are kept, and only its matrix stays.
+    return Distributions(teacher.output_matrix(), None if config.models.teacher_offload else teacher.whole_distribution)
 
 
 def check_support(config: Config, vocabulary: int) -> None:

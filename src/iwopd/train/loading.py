@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from iwopd import tiny
-from iwopd.adapters import add_adapter, quantization
+from iwopd.adapters import add_adapter
 from iwopd.config import Config, ConfigError
 from iwopd.models import ModelSource, load_model
+from iwopd.quantization import quantization
 
 
 def open_world(config: Config, progress: tiny.PretrainingListener | None) -> tiny.World | None:
@@ -71,7 +72,7 @@ def check_trainable(config: Config) -> None:
 
 def load_student(config: Config, source: ModelSource, device: torch.device) -> Any:
     """The student, with its adapter if it gets one."""
-    model = _load(config, source, device, config.models.dtype, quantization(config.lora.quantize))
+    model = _load(config, source, device, config.models.dtype, quantization(config.lora.quantize, "lora.quantize"))
     if config.lora.rank:
         add_adapter(model, config.lora.rank, config.lora.alpha, config.lora.targets)
         model.peft_config["default"].revision = source.revision
@@ -80,7 +81,8 @@ def load_student(config: Config, source: ModelSource, device: torch.device) -> A
 
 def load_teacher(config: Config, source: ModelSource, device: torch.device) -> Any:
     models = config.models
-    return _load(config, source, models.teacher_device or device, models.teacher_dtype or models.dtype).eval()
+    quantized = quantization(models.teacher_quantize, "models.teacher_quantize")
+    return _load(config, source, models.teacher_device or device, models.teacher_dtype or models.dtype, quantized).eval()
 
 
 def load_reference(config: Config, source: ModelSource, device: torch.device) -> Any:

@@ -21,6 +21,7 @@ from iwopd.train.mix import mix_metrics
 from iwopd.train.pipeline import look
 from iwopd.train.scoring import loss_columns, score_step, write_rollouts
 from iwopd.train.state import TrainingState, TrainingStoppedError
+from iwopd.train.teacher_cache import cache_metrics
 from iwopd.train.tracking import Tracker
 from iwopd.types import StepStats
 
@@ -71,6 +72,7 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int, prompt
     if parts.others and not written.rollouts:
         return _given_step(config, parts, run, step, written.given, clock)
     scored = score_step(config, parts, written, step)
+    parts.rest_teachers()
     mismatch = {} if parts.engine.exact else mismatch_metrics(config, parts, scored.batch, step)
     clock.lap("teacher")
     signal = objective.signal(scored.evidence)
@@ -83,7 +85,7 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int, prompt
     clock.lap("update")
     if update.skipped and parts.ranks.is_main:
         dump_skipped(run.path, batch, {**columns, "weights": weights}, step)
-    metrics = step_metrics(scored, signal, written, update, objective) | mismatch
+    metrics = step_metrics(scored, signal, written, update, objective) | mismatch | cache_metrics(parts.caches, parts.ranks)
     if parts.others:
         metrics |= mix_metrics(written.given, others, metrics["prompts"], update)
     skipped = update.skipped > 0
@@ -97,6 +99,7 @@ def _given_step(config: Config, parts: Parts, run: RunDirectory, step: int, give
     old = look(parts.student_scorer, parts.ranks, given.rollouts) if forward is None else forward.scores
     others = parts.others.score(given, old, parts.teacher_scorer, parts.ranks)
     assert others is not None
+    parts.rest_teachers()
     clock.lap("teacher")
     batch, columns = others.join(None), others.columns({})
     update = parts.learner.update(batch, columns, seed=config.seed, step=step, forward=forward)

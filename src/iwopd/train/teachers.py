@@ -13,6 +13,7 @@ from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.teacher.server import ServerScorer
 from iwopd.train.chats import teacher_view
+from iwopd.train.teacher_cache import cached
 from iwopd.types import Prompt
 
 LocalTeacher = Callable[[str | None], Scorer]
@@ -58,6 +59,8 @@ def _scorer(config: Config, name: str | None, source: TeacherSource, tokenizer: 
         scorer = ServerScorer(source, model=model, name=name or "teacher", notify=_notify(config))
     else:
         scorer = local(getattr(source, "model", None))
+    if config.teacher.cache is not None:
+        scorer = cached(config, scorer, source, None if source.urls else getattr(source, "model", None), len(tokenizer))
     view = teacher_view(config, source, tokenizer)
     return scorer if view is None else PromptedScorer(scorer, view)
 

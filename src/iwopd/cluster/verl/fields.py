@@ -88,6 +88,10 @@ FIELDS: dict[str, Treatment] = {
     "models.teacher_dtype": _mapped(f"{_TEACHER}.inference.dtype"),
     "models.attention": _mapped("actor_rollout_ref.model.override_config.attn_implementation, use_remove_padding"),
     "models.teacher_device": _only(None, "the teacher has GPUs of its own on verl: set cluster.teacher_gpus instead"),
+    "models.teacher_offload": _unused("the teacher has GPUs of its own on verl"),
+    "models.teacher_quantize": _only(
+        "none", "verl's teacher is an engine of its own: set it to 'none', or use the local engine"
+    ),
     "models.trust_remote_code": _mapped("actor_rollout_ref.model.trust_remote_code, data.trust_remote_code"),
     "lora.rank": _only(0, "the launcher trains all weights: set it to 0, or train the adapter with the local engine"),
     "lora.alpha": _unused(_LORA),
@@ -212,6 +216,8 @@ FIELDS: dict[str, Treatment] = {
         f"teacher.{name}": _only(value, "verl's teacher sees the student's prompt: leave it out, or use the local engine")
         for name, value in PROMPT_OF_ITS_OWN.items()
     },
+    "teacher.cache": _unused("verl's teacher scores every answer anew"),
+    "teacher.cache_gb": _unused("verl's teacher scores every answer anew"),
     "teacher.others": _mapped(
         f"{_TEACHER}, distillation.teacher_key; each with a model, without urls, and without a prompt of its own"
     ),

@@ -56,6 +56,8 @@ def check_resources(case: Case, models: Mapping[str, Any] | None = None, ranks: 
     ranks = ranks or launched()
     run, gpus = run_shape(case, configs), accelerators(ranks.number)
     memory = step_memory(run, gpus, ranks.count)
+    if gpus is None and case.config.models.teacher_offload:
+        yield passed("memory", "models.teacher_offload does nothing here: without a GPU the teacher is on the CPU already")
     yield from _memory(memory, gpus, ranks.here, loaded=models is not None)
     if gpus is not None:
         yield from _main_memory(run.in_main_memory(ranks.here), ranks.here)

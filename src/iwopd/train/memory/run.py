@@ -24,7 +24,7 @@ from iwopd.train.mix import mix_needs_states
 from iwopd.train.teachers import scores_early
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}
+QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55, "int8": 1.0}
 """Of a parameter in a quantised matrix, scales included."""
 FOLLOWED_SHARE = CACHE_SHARE
 """Of a GPU's free memory: most that the cache of a teacher takes which follows answers."""
@@ -148,19 +148,23 @@ class RunShape:
             whole_distributions=self.config.method.made.needs_teacher_distribution or mix_needs_states(self.config),
             kept=0.0 if gpus else self.kept(ranks),
             followed=self._followed(gpus > 0, ranks, self.teacher_share(gpus)),
+            teachers_leave=gpus > 0 and self.config.models.teacher_offload,
         ).step
 
     def kept(self, ranks: int = 1) -> float:
         """Bytes that a step keeps of its tokens in main memory beside log-probs."""
         state = max((teacher.hidden for teacher in self.teachers.values()), default=0) * self.teacher_bytes
-        tokens, made = self._most_tokens, self.config.method.made
+        tokens, made, again = self._most_tokens, self.config.method.made, not self.config.models.teacher_offload
         of_others = mix_needs_states(self.config) and not made.needs_teacher_distribution
-        kept = of_others and keeps_others_states(made, own=False, again=True, most=tokens * state, ranks=ranks)
-        return kept_bytes(made, tokens=tokens, state=state, ranks=ranks) + (2.0 * tokens * state if kept else 0.0)
+        kept = of_others and keeps_others_states(made, own=False, again=again, most=tokens * state, ranks=ranks)
+        own = kept_bytes(made, tokens=tokens, state=state, ranks=ranks, again=again)
+        return own + (2.0 * tokens * state if kept else 0.0)
 
     def in_main_memory(self, ranks: int) -> float:
         """Bytes that the processes of a machine have on its CPU while they train on GPUs: teachers, and what steps keep."""
         kept = ranks * self.kept(ranks)
+        if self.config.models.teacher_offload:
+            return kept + ranks * sum(teacher.weights for teacher in self._teachers(1.0))
         if self.config.models.teacher_device != "cpu":
             return kept
         teachers, tokens = self._teachers(1.0), self._batch(TOKEN_BUDGET_CPU, ranks)
@@ -169,7 +173,10 @@ class RunShape:
         return kept + ranks * (sum(teacher.weights for teacher in teachers) + scoring + followed)
 
     def _teachers(self, share: float) -> tuple[Stored, ...]:
-        return tuple(Stored(teacher, self.teacher_bytes, share) for teacher in self.teachers.values())
+        quantized = QUANTIZED_BYTES.get(self.config.models.teacher_quantize)
+        return tuple(
+            Stored(teacher, self.teacher_bytes, share, quantized_bytes=quantized) for teacher in self.teachers.values()
+        )
 
     def _tokens(self, on_gpu: bool, teacher_share: float, ranks: int) -> Tokens:
         optim, here = self.config.optim, bool(self.teachers) and teacher_share > 0
