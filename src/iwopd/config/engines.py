@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from iwopd.config.distributions import DialectName, refusal
 from iwopd.config.horizon import HorizonSettings
+from iwopd.config.own_teacher import TeacherWeights
 from iwopd.data.teacher_view import PromptTemplate
 from iwopd.errors import ConfigError
 from iwopd.rollout.engine import ENGINES, Engine
@@ -72,9 +73,19 @@ class OtherTeacher(TeacherSource):
 
 
 class Teacher(TeacherSource):
+    source: TeacherWeights = Field(
+        "model",
+        description="model (models.teacher or urls), or the student itself: base (its adapter off), live (its present weights), "
+        "ema (their moving average): docs/teachers.md",
+    )
     others: dict[str, OtherTeacher] = Field(
         default_factory=dict, description="further teachers by the name that a prompt's field `teacher` gives"
     )
+
+    @property
+    def is_student(self) -> bool:
+        """Whether the first teacher is the student itself: no model is loaded for it."""
+        return self.source != "model"
 
     @property
     def has_servers(self) -> bool:

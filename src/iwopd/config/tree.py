@@ -11,6 +11,7 @@ from iwopd.config.distributions import MOST_IDS, in_words
 from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
 from iwopd.config.inputs import Data, Lora, Models
 from iwopd.config.method import Method
+from iwopd.config.own_teacher import Ema, Reference, faults
 from iwopd.config.reward import Reward
 from iwopd.config.training import CheckpointSettings, Eval, Optim, Tracking
 from iwopd.section import Dtype, Place, Repeat, Section
@@ -43,6 +44,8 @@ class Config(Section):
     eval: Repeat[Eval] = Eval()
     checkpoint: Place[CheckpointSettings] = CheckpointSettings()
     teacher: Teacher = Teacher()
+    reference: Reference = Reference()
+    ema: Ema = Ema()
     tracking: Place[Tracking] = Tracking()
     cluster: Place[Cluster] = Cluster()  # the launcher refuses what its checkpoints cannot follow
 
@@ -58,6 +61,11 @@ class Config(Section):
             return self.head_precision
         return "tf32" if self.precision == "bf16" or self.models.dtype != "float32" else "float32"
 
+    @property
+    def keeps_average(self) -> bool:
+        """Whether a moving average of the student's weights is kept, because somebody scores with it."""
+        return self.teacher.source == "ema" or (self.reference.source == "ema" and self.method.made.needs_reference)
+
     @model_validator(mode="after")
     def _prompts_exist(self) -> Self:
         if self.models.world is None and self.data.prompts is None and not self.data.sets:
@@ -65,6 +73,12 @@ class Config(Section):
         if self.data.sets and (self.models.world is not None or self.data.prompts is not None):
             other = "models.world brings its own prompts" if self.models.world is not None else "data.prompts is the short form"
             raise ValueError(f"data.sets is given, but {other}: leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _student_can_teach_itself(self) -> Self:
+        for fault in faults(self):
+            raise ValueError(fault)
         return self
 
     @model_validator(mode="after")
