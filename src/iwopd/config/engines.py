@@ -75,8 +75,8 @@ class OtherTeacher(TeacherSource):
 class Teacher(TeacherSource):
     source: TeacherWeights = Field(
         "model",
-        description="model (models.teacher or urls), or the student itself: base (its adapter off), live (its present weights), "
-        "ema (their moving average): docs/teachers.md",
+        description="model (models.teacher or urls), or the student itself: base (adapter off), live (present weights), ema "
+        "(their moving average): docs/teachers.md",
     )
     others: dict[str, OtherTeacher] = Field(
         default_factory=dict, description="further teachers by the name that a prompt's field `teacher` gives"

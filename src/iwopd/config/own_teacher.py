@@ -35,7 +35,9 @@ class Reference(Section):
 class Ema(Section):
     """The exponential moving average of the student, where `teacher.source` or `reference.source` is 'ema'."""
 
-    decay: float = Field(0.99, ge=0, le=1, description="of an optimizer update: average = decay * average + (1 - decay) * weights")
+    decay: float = Field(
+        0.99, ge=0, le=1, description="of an optimizer update: average = decay * average + (1 - decay) * weights"
+    )
     device: str | None = Field(None, description="of the average, which also scores there: cpu, cuda:1; empty: the student's")
 
     @field_validator("device")
@@ -112,8 +114,8 @@ def _says_nothing(config: Config) -> Iterator[str]:
     moved = moved or (method.needs_reference and config.models.reference is not None)
     if teacher.source != "live" and not moved:
         yield (
-            f"teacher.source = {teacher.source!r} begins with the student's own log-probs, and nothing else moves the student, so "
-            f"the gap stays 0: {remedy}, or add a reward (reward.checker, reward.coefficient)"
+            f"teacher.source = {teacher.source!r} begins with the student's log-probs, and nothing else moves it, so the "
+            f"gap stays 0: {remedy}, or add a reward (reward.checker, reward.coefficient)"
         )
 
 

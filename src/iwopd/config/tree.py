@@ -67,18 +67,18 @@ class Config(Section):
         return self.teacher.source == "ema" or (self.reference.source == "ema" and self.method.made.needs_reference)
 
     @model_validator(mode="after")
+    def _student_can_teach_itself(self) -> Self:
+        for fault in faults(self):
+            raise ValueError(fault)
+        return self
+
+    @model_validator(mode="after")
     def _prompts_exist(self) -> Self:
         if self.models.world is None and self.data.prompts is None and not self.data.sets:
             raise ValueError("without models.world, data.prompts must name a JSONL file of prompts, or data.sets list sets")
         if self.data.sets and (self.models.world is not None or self.data.prompts is not None):
             other = "models.world brings its own prompts" if self.models.world is not None else "data.prompts is the short form"
             raise ValueError(f"data.sets is given, but {other}: leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _student_can_teach_itself(self) -> Self:
-        for fault in faults(self):
-            raise ValueError(fault)
         return self
 
     @model_validator(mode="after")

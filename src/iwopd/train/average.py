@@ -71,8 +71,8 @@ class Average:
         for name, tensor in saved.items():
             if tensor.shape != self.tensors[name].shape:
                 raise CheckpointError(
-                    f"{name} has shape {list(tensor.shape)} in {folder / TENSORS}, {list(self.tensors[name].shape)} in the model: "
-                    "build the model as it was when the checkpoint was saved"
+                    f"{name} has shape {list(tensor.shape)} in {folder / TENSORS}, {list(self.tensors[name].shape)} in the "
+                    "model: build the model as it was when the checkpoint was saved"
                 )
         for name, tensor in saved.items():
             self.tensors[name].copy_(tensor)

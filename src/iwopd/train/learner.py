@@ -75,7 +75,7 @@ class Learner:
         teacher: Distributions | None = None,
         average: Average | None = None,
     ) -> None:
-        """`teacher` is there for objectives that need its whole distributions; `average` follows the weights, if there is one."""
+        """`teacher` is there for objectives that need its whole distributions; `average` follows the weights."""
         switch_off_dropout(lm.model)
         self.weights = ShardedWeights(lm, ranks) if optim.shard and ranks.count > 1 else Weights(lm, ranks)
         self.lm = self.weights.lm

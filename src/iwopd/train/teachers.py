@@ -45,6 +45,11 @@ def has_local_teacher(config: Config) -> bool:
 
 def check_teacher_device(config: Config, ranks: int) -> None:
     """Refuse a device that all `ranks` processes of a machine would load their own copy of the teacher onto."""
+    if config.keeps_average and ranks > 1 and ":" in (config.ema.device or ""):
+        raise ConfigError(
+            f"ema.device = {config.ema.device!r} with {ranks} processes on a machine: each would keep its average there. Leave "
+            "it empty (each has one beside its student), or set 'cpu' (each has one in main memory)"
+        )
     device = config.models.teacher_device
     if ranks == 1 or device is None or not has_local_teacher(config) or (device != "auto" and ":" not in device):
         return
@@ -63,8 +68,8 @@ def _check_difference(config: Config, teacher: Scorer, prompts: Sequence[Prompt]
     mine = [prompt for prompt in prompts if prompt.teacher is None]
     if mine and all(teacher.seen(prompt).token_ids == prompt.token_ids for prompt in mine):
         raise ConfigError(
-            "teacher.source = 'live' has the student's weights, and teacher.system and teacher.user make the student's own prompt "
-            f"of all {len(mine)} prompts, so the gap is 0 everywhere: show the teacher more than the student sees, e.g. {{answer}}"
+            "teacher.source = 'live' has the student's weights, and teacher.system and teacher.user make the student's own "
+            f"prompt of all {len(mine)}, so the gap is 0 everywhere: show it more than the student sees, e.g. {{answer}}"
         )
 
 
