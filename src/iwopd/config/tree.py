@@ -11,7 +11,8 @@ from iwopd.config.distributions import MOST_IDS, in_words
 from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
 from iwopd.config.inputs import Data, Lora, Models
 from iwopd.config.method import Method
-from iwopd.config.own_teacher import Ema, Reference, faults
+from iwopd.config.own_teacher import Ema, Reference
+from iwopd.config.own_teacher_checks import faults
 from iwopd.config.reward import Reward
 from iwopd.config.training import CheckpointSettings, Eval, Optim, Tracking
 from iwopd.section import Dtype, Place, Repeat, Section
