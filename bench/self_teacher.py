@@ -5,7 +5,7 @@ examples ignore the order of operations; after one with the answer (`3+4*2=1?`) 
 answer solves problems that it does not solve by itself. Then it is trained on its own answers to plain prompts of the training
 split, and the teacher is itself with the answer in its prompt (teacher.user = "{prompt}={answer}").
 
-    python bench/self_teacher.py --seeds 5
+    python bench/self_teacher.py --seeds 0 1 2
 
 prints the accuracy on plain prompts of the evaluation split, before and after, by whose weights the teacher has. A seed decides
 initialisation, data, the order of prompts and sampling. Intervals are Student's t over seeds.
@@ -14,6 +14,7 @@ initialisation, data, the order of prompts and sampling. Intervals are Student's
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import statistics
@@ -47,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ema": {"teacher": {"source": "ema"}, "ema": {"decay": 0.9}},
     "base": {"teacher": {"source": "base"}, "lora": {"rank": 16}},
 }
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
+T95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
 """Student's t for 95 %, by the number of seeds."""
 
 
@@ -106,7 +107,7 @@ def recipe(folder: Path, model: Any, variant: str, seed: int, steps: int) -> Con
             "models": {"student": str(folder / "student")},
             "data": {"prompts": str(folder / "prompts.jsonl")},
             "rollout": {"prompts_per_step": 64, "max_tokens": task.response_tokens(OPERANDS) + 4},
-            "optim": {"lr": 3e-3 if "lora" in chosen else 1e-3},
+            "optim": {"lr": 3e-3 if "lora" in chosen else 1e-4},
             "eval": {"prompts": 0},
             **chosen,
             "teacher": {**chosen["teacher"], "user": "{prompt}={answer}"},
@@ -129,28 +130,32 @@ def distilled(model: Any, variant: str, seed: int, steps: int, folder: Path) -> 
 def interval(values: list[float]) -> str:
     """Mean and 95 % interval, in percent."""
     mean = statistics.mean(values)
+    if len(values) not in T95:
+        return f"{100 * mean:.1f}"
     half = T95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
     return f"{100 * mean:.1f} ± {100 * half:.1f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5, choices=sorted(T95))
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {}
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         model = pretrained(seed)
+        weights = copy.deepcopy(model.state_dict())
         found.setdefault("before, plain prompt", []).append(accuracy(model))
         found.setdefault("before, with the answer", []).append(accuracy(model, hinted=True))
         for variant in VARIANTS:
+            model.load_state_dict(weights)
             with tempfile.TemporaryDirectory() as folder:
                 after = distilled(model, variant, seed, options.steps, Path(folder))
             found.setdefault(f"{variant}, after {options.steps} steps, plain prompt", []).append(after)
         print(seed, {name: round(100 * values[-1], 1) for name, values in found.items()}, flush=True)
     for name, values in found.items():
-        print(f"| {name} | {interval(values)} |")
+        print(f"| {name} | {', '.join(f'{100 * value:.1f}' for value in values)} | {interval(values)} |")
 
 
 if __name__ == "__main__":

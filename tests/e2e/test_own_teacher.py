@@ -181,6 +181,14 @@ def test_whole_distributions_are_those_of_the_teacher_that_scored(student: Path,
         assert update.loss == pytest.approx(total / tokens, rel=1e-4)
 
 
+def test_states_that_only_the_weights_need_do_not_reach_the_loss(student: Path, tmp_path: Path) -> None:
+    """A KL over all ids is made when the answers are scored; the update reads nothing of the teacher again."""
+    with opened(settings(student, "live", method={"weights": "tip"})) as (config, parts):
+        assert parts.objective.needs_whole_kl
+        assert parts.learner.loss.teacher is None
+        assert take_step(config, parts, RunDirectory(tmp_path), 1).loss != 0
+
+
 @torch.no_grad()
 def _logits(lm: Any, prompt: Any, answer: Tensor) -> Tensor:
     """Log-probs [T, V] of whole distributions, by the model's own forward pass."""
