@@ -14,7 +14,6 @@ initialisation, data, the order of prompts and sampling. Intervals are Student's
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import random
 import statistics
@@ -145,11 +144,9 @@ def main() -> None:
     found: dict[str, list[float]] = {}
     for seed in options.seeds:
         model = pretrained(seed)
-        weights = copy.deepcopy(model.state_dict())
         found.setdefault("before, plain prompt", []).append(accuracy(model))
         found.setdefault("before, with the answer", []).append(accuracy(model, hinted=True))
         for variant in VARIANTS:
-            model.load_state_dict(weights)
             with tempfile.TemporaryDirectory() as folder:
                 after = distilled(model, variant, seed, options.steps, Path(folder))
             found.setdefault(f"{variant}, after {options.steps} steps, plain prompt", []).append(after)

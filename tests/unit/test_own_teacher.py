@@ -44,6 +44,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (settings("live", models={"teacher_dtype": "bfloat16"}), "models.teacher_dtype is 'bfloat16'.*leave one"),
     (settings("live", {**HINT, "urls": ["http://a:1"]}), r"teacher.urls is \['http://a:1'\], but teacher.source"),
     (settings("ema", lora=LORA, ema={"device": "cpu"}), "ema.device is 'cpu', but with lora.rank = 4 only the adapter"),
+    (
+        settings("ema", ema={"device": "cpu"}, models={"attention": "flash_attention_2"}),
+        "ema.device is 'cpu', where models.att",
+    ),
     (settings("ema", ema={"device": "gpu9"}), "ema.device: is no device: write cpu"),
     (settings("ema", ema={"decay": 1.5}), "ema.decay: .*less than or equal to 1"),
     (settings("live", rollout={"overlap": True}), "rollout.overlap .* teacher.source = 'live' is the same model"),

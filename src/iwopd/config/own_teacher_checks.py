@@ -68,6 +68,10 @@ def _sources(config: Settings) -> Iterator[str]:
             "elsewhere would need a copy of the frozen weights there: leave ema.device out"
         )
 
+    attention = models.attention or ""
+    if config.keeps_average and config.ema.device == "cpu" and attention.startswith("flash_attention"):
+        yield f"ema.device is 'cpu', where models.attention = {attention!r} has no kernel: leave one of them out"
+
 
 def _placed_elsewhere(config: Settings) -> Iterator[str]:
     """Settings of a model that is not there."""

@@ -87,10 +87,11 @@ class Average:
 
 def _copied(student: nn.Module, device: str | None) -> nn.Module:
     """The student with trained weights of its own; frozen ones are shared, if they lie on the device."""
-    place = next(student.parameters()).device if device is None else torch.device(device)
+    here = next(student.parameters()).device
+    place = here if device is None else torch.device(device)
     known: dict[int, Any] = {}
     for one in student.parameters():
         own = one.requires_grad or one.device != place
         known[id(one)] = nn.Parameter(one.detach().to(place, copy=True), requires_grad=False) if own else one
     model = copy.deepcopy(student, known)
-    return model.to(place).eval()  # its buffers
+    return (model if place == here else model.to(place)).eval()  # its buffers; a quantised model refuses to be moved
