@@ -46,7 +46,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (settings("ema", lora=LORA, ema={"device": "cpu"}), "ema.device is 'cpu', but with lora.rank = 4 only the adapter"),
     (
         settings("ema", ema={"device": "cpu"}, models={"attention": "flash_attention_2"}),
-        "ema.device is 'cpu', where models.att",
+        "ema.device is 'cpu', where models",
     ),
     (settings("ema", ema={"device": "gpu9"}), "ema.device: is no device: write cpu"),
     (settings("ema", ema={"decay": 1.5}), "ema.decay: .*less than or equal to 1"),
