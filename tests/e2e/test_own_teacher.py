@@ -222,6 +222,10 @@ def live_storages() -> dict[int, int]:
     return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
 
 
+STRAY = 64
+"""Bytes of scalars that libraries make once, when they are first used."""
+
+
 def added(tree: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes of all tensors that a run brings, of what it trains, and of the model's buffers."""
     before = live_storages()
@@ -237,12 +241,12 @@ def test_no_copy_of_the_weights_for_live_and_base_and_one_of_the_trained_for_ema
     (teacher, whole, buffers), (live, _, _), (ema, _, _) = (
         added(tree) for tree in (model, settings(student, "live"), settings(student, "ema"))
     )
-    assert teacher - live == ema - live == whole + buffers
+    assert (teacher - live, ema - live) == pytest.approx((whole + buffers, whole + buffers), abs=STRAY)
     (own, adapter, _), (base, _, _), (average, _, _) = (
         added({**settings(student, source), **LORA}) for source in ("live", "base", "ema")
     )
     assert adapter < whole / 2
-    assert (own - base, average - base) == (0, adapter + buffers)
+    assert (own - base, average - base) == pytest.approx((0, adapter + buffers), abs=STRAY)
 
 
 # --- learning -------------------------------------------------------------------------------------------------------------

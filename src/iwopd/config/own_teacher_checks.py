@@ -101,8 +101,9 @@ def _says_nothing(config: Settings) -> Iterator[str]:
     remedy = "show it more than the student sees: teacher.user (with {answer} or a hint) or teacher.system"
     if teacher.source == "live":
         yield f"teacher.source = 'live' has the student's weights and sees its prompt, so the gap is 0 everywhere: {remedy}"
-    moved = config.reward.added or teacher.others or getattr(method, "entropy_coef", 0.0)
-    moved = moved or (method.needs_reference and config.models.reference is not None)
+    entropy = float(getattr(method, "entropy_coef", 0.0))
+    other = bool(teacher.others) or (method.needs_reference and config.models.reference is not None)
+    moved = config.reward.added or entropy > 0 or other
     if teacher.source != "live" and not moved:
         yield (
             f"teacher.source = {teacher.source!r} begins with the student's log-probs, and nothing else moves it, so the "

@@ -38,6 +38,6 @@ def own_weights(weights: str, student: Any, average: Average | None, accelerator
 def _autocast(average: Average, accelerator: Accelerator) -> Context:
     """The student's, on the device of the average: accelerate's is of its own device alone."""
     kind = next(average.model.parameters()).device.type
-    if accelerator.mixed_precision == "no" or kind == accelerator.device.type:
-        return accelerator.autocast
-    return partial(torch.autocast, kind, torch.bfloat16)
+    own: Context = accelerator.autocast
+    elsewhere = accelerator.mixed_precision != "no" and kind != accelerator.device.type
+    return partial(torch.autocast, kind, torch.bfloat16) if elsewhere else own

@@ -178,9 +178,9 @@ class RunShape:
         """Bytes that the processes of a machine have on its CPU while they train on GPUs: teachers, and what steps keep."""
         kept = ranks * self.kept(ranks)
         if self.config.keeps_average and self.config.ema.device == "cpu":
-            scoring = self._batch(TOKEN_BUDGET_CPU, ranks) * self._trained.on_its_way.reading
-            followed = self._followed(on_gpu=False, ranks=ranks, share=1.0) or 0.0
-            kept += ranks * (self._trained.average + scoring + followed)
+            read = self._batch(TOKEN_BUDGET_CPU, ranks) * self._trained.on_its_way.reading
+            cached = self._followed(on_gpu=False, ranks=ranks, share=1.0) or 0.0
+            kept += ranks * (self._trained.average + read + cached)
         if self.config.models.teacher_device != "cpu":
             return kept
         teachers, tokens = self._teachers(1.0), self._batch(TOKEN_BUDGET_CPU, ranks)
