@@ -74,7 +74,8 @@ def pretrained(seed: int, steps: int = 300) -> Any:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def accuracy(model: Any, *, hinted: bool = False) -> float:
@@ -86,7 +87,7 @@ def accuracy(model: Any, *, hinted: bool = False) -> float:
         prompts.append(Prompt(expression, tuple(ids)))
     settings = SamplingSettings(task.response_tokens(OPERANDS) + 4, stop_ids={tokenizer.eos_token_id})
     rollouts = LocalSampler(model, settings).sample(prompts, seed=0, step=0, samples=SAMPLES)
-    right = [task.check(rollout.prompt.id, tokenizer.decode(rollout.response_ids)) for rollout in rollouts]
+    right = [task.check(rollout.prompt.id, str(tokenizer.decode(rollout.response_ids))) for rollout in rollouts]
     return sum(right) / len(right)
 
 
