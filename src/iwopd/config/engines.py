@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, model_validator
 from iwopd.config.distributions import DialectName, refusal
 from iwopd.config.horizon import HorizonSettings
 from iwopd.config.mix import MixSettings
+from iwopd.config.own_teacher import TeacherWeights
 from iwopd.config.templates import TemplateKwargs, TemplateText
 from iwopd.data.teacher_view import PromptTemplate
 from iwopd.errors import ConfigError
@@ -82,6 +83,11 @@ class OtherTeacher(TeacherSource):
 
 
 class Teacher(TeacherSource):
+    source: TeacherWeights = Field(
+        "model",
+        description="model (models.teacher or urls), or the student itself: base (adapter off), live (present weights), ema "
+        "(their moving average): docs/teachers.md",
+    )
     others: dict[str, OtherTeacher] = Field(
         default_factory=dict, description="further teachers by the name that a prompt's field `teacher` gives"
     )
@@ -90,6 +96,11 @@ class Teacher(TeacherSource):
         None, description="folder of scores that are kept for answers that recur: docs/teachers.md; empty: none are kept"
     )
     cache_gb: Place[float] = Field(10.0, gt=0, description="size of that folder in GB; the oldest scores go first")
+
+    @property
+    def is_student(self) -> bool:
+        """Whether the first teacher is the student itself: no model is loaded for it."""
+        return self.source != "model"
 
     @property
     def has_servers(self) -> bool:

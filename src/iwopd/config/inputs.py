@@ -41,7 +41,7 @@ class Models(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if self.world is None and not (self.student and self.teacher):
+        if self.world is None and not self.student:
             raise ValueError("give models.world, or both models.student and models.teacher")
         if self.world is not None and (self.student or self.teacher):
             raise ValueError("models.world brings student and teacher; leave models.student and models.teacher out")

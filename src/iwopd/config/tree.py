@@ -12,6 +12,8 @@ from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
 from iwopd.config.inputs import Data, Lora, Models
 from iwopd.config.method import Method
 from iwopd.config.others import mix_refused
+from iwopd.config.own_teacher import Ema, Reference
+from iwopd.config.own_teacher_checks import faults
 from iwopd.config.reward import Reward
 from iwopd.config.training import CheckpointSettings, Eval, Optim, Tracking
 from iwopd.section import Dtype, Place, Repeat, Section
@@ -44,6 +46,8 @@ class Config(Section):
     eval: Repeat[Eval] = Eval()
     checkpoint: Place[CheckpointSettings] = CheckpointSettings()
     teacher: Teacher = Teacher()
+    reference: Reference = Reference()
+    ema: Ema = Ema()
     tracking: Place[Tracking] = Tracking()
     cluster: Place[Cluster] = Cluster()  # the launcher refuses what its checkpoints cannot follow
 
@@ -58,6 +62,22 @@ class Config(Section):
         if self.head_precision != "auto":
             return self.head_precision
         return "tf32" if self.precision == "bf16" or self.models.dtype != "float32" else "float32"
+
+    @property
+    def teacher_stays(self) -> bool:
+        """Whether the teacher can read again during the update: it is not offloaded, and no weights of the student's."""
+        return not self.models.teacher_offload and self.teacher.source not in ("base", "live")
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether a moving average of the student's weights is kept, because somebody scores with it."""
+        return self.teacher.source == "ema" or (self.reference.source == "ema" and self.method.made.needs_reference)
+
+    @model_validator(mode="after")
+    def _student_can_teach_itself(self) -> Self:
+        for fault in faults(self):
+            raise ValueError(fault)
+        return self
 
     @model_validator(mode="after")
     def _prompts_exist(self) -> Self:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,6 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
 
 from iwopd import tiny
-from iwopd.adapters import adapter_off
 from iwopd.algo.objectives import OF_OTHERS, Objective, needs_distributions
 from iwopd.algo.views import Wanted
 from iwopd.config import Config, ConfigError
@@ -23,7 +22,7 @@ from iwopd.data.prompts import DataError, MixedOrder, PromptOrder, load_prompts
 from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
-from iwopd.lm import HeadCheck, ResponseModel, Sequences
+from iwopd.lm import Context, HeadCheck, ResponseModel, Sequences
 from iwopd.models import ModelSource, load_tokenizer, stop_ids
 from iwopd.rollout.engine import ENGINES, Engine, Student
 from iwopd.rollout.sampler import Sampler
@@ -36,6 +35,7 @@ from iwopd.teacher.scorer import Scorer
 from iwopd.train.attention import flash_refuses
 from iwopd.train.authors import DataAuthor, build_author
 from iwopd.train.chats import check_chats, eval_rendering, student_chat
+from iwopd.train.average import Average
 from iwopd.train.horizon import check_following, horizon_refuses
 from iwopd.train.kept_states import KEPT_STATES, followed_for, keeps_others_states, keeps_states
 from iwopd.train.learner import Learner
@@ -46,10 +46,12 @@ from iwopd.train.loading import (
     load_teacher,
     open_world,
     reference_source,
+    reference_weights,
     source_of,
 )
 from iwopd.train.micro_batch import Distributions
 from iwopd.train.mix import Others, mix_needs_states, mixed_loss
+from iwopd.train.own_weights import own_weights
 from iwopd.train.ranks import Ranks, launched
 from iwopd.train.reward import Rewards, reward_refuses
 from iwopd.train.teacher_cache import caches_of
@@ -162,25 +164,32 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     longest = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
     ranks = Ranks()
 
-    def scorer(model: Any, **options: Any) -> LocalScorer:
+    def scorer(model: Any, autocast: Context = nullcontext) -> LocalScorer:
         fix_rope(model, longest)
         shared: dict[str, Any] = {"temperature": config.rollout.temperature, "head_precision": config.head_products}
-        return LocalScorer(model, vocab_size=vocab_size, **shared, **options)
+        return LocalScorer(model, vocab_size=vocab_size, autocast=autocast, **shared)
+
+    average = Average(student, config.ema.decay, config.ema.device) if config.keeps_average else None
+
+    def of_student(weights: str) -> LocalScorer:
+        return scorer(*own_weights(weights, student, average, accelerator))
 
     offloaded: list[OffloadedScorer] = []
 
     def local_teacher(source: str | None) -> LocalScorer:
+        if source is None and config.teacher.is_student:
+            return of_student(config.teacher.source)
         found = scorer(teacher if source is None else _other_teacher(config, source, tokenizer, accelerator.device))
         if not config.models.teacher_offload:
             return found
         offloaded.append(OffloadedScorer.of(found))
         return offloaded[-1]
 
-    student_scorer = scorer(student, autocast=accelerator.autocast)
+    student_scorer = of_student("live")
     teacher_scorer = build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher)
     if any(not one.moves for one in offloaded):
         notify("models.teacher_offload does nothing here: the teacher is on the CPU already")
-    reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator)
+    reference_scorer = _reference_scorer(config, world, tokenizer, of_student, scorer, accelerator)
     scorers = {"student": student_scorer, "teacher": teacher_scorer, "reference": reference_scorer}
     heads = check_heads(scorers, order.prompts)
     check_following(config, teacher_scorer, order.prompts)
@@ -188,11 +197,12 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     whole = _whole_distributions(config, teacher_scorer)
     most_tokens = config.rollout.prompts_per_step * config.rollout.samples * max_tokens
     most = most_tokens * (whole.state_bytes if whole else 0)
-    most_states = most_tokens * 4 * (teacher.config.get_text_config().hidden_size if teacher is not None else 0)
+    here = student if config.teacher.is_student else teacher
+    most_states = most_tokens * 4 * (here.config.get_text_config().hidden_size if here is not None else 0)
     again = whole is not None and whole.model is not None
     states = keeps_states(objective, again=again, most=most, ranks=ranks.count)
     wanted = replace(objective.asks.teacher, states=states)
-    learner = Learner(student_scorer.lm, config.optim, objective, ranks, whole, mixed_loss(config))
+    learner = Learner(student_scorer.lm, config.optim, objective, ranks, whole, mixed_loss(config), average)
     check_training_mode(student_scorer.lm, order.prompts)
     stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
     others = None
@@ -239,7 +249,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
 
 
 def _whole_distributions(config: Config, teacher: Scorer) -> Distributions | None:
-    """The teacher's output matrix, if the method needs whole distributions; refuses one whose logits are not its matrix's."""
+    """The teacher's output matrix, if the loss needs whole distributions; refuses one whose logits are not its matrix's."""
     if not (config.method.made.asks.teacher.states or mix_needs_states(config)):
         return None
     if "states" not in teacher.gives:
@@ -251,8 +261,9 @@ def _whole_distributions(config: Config, teacher: Scorer) -> Distributions | Non
             f"{who} needs the teacher's output matrix, but its logits are not those of the matrix (a soft cap or a scale): "
             f"choose another teacher, or {remedy}"
         )
-    # An offloaded teacher is away during the update: its states are kept, and only its matrix stays.
-    return Distributions(teacher.output_matrix(), None if config.models.teacher_offload else teacher.whole_distribution)
+    if not (config.method.made.needs_teacher_distribution or mix_needs_states(config)):
+        return None  # states are asked for, but not by the loss
+    return Distributions(teacher.output_matrix(), teacher.whole_distribution if config.teacher_stays else None)
 
 
 def check_support(config: Config, vocabulary: int) -> None:
@@ -315,17 +326,16 @@ def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ran
 
 
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:
-    """Tokenizer, student and teacher; no teacher where a server has it."""
+    """Tokenizer, student and teacher; no teacher where a server has it, or the student is its own."""
     student_source, teacher_source = source_of(config, "student", world), source_of(config, "teacher", world)
     assert student_source is not None  # the config was validated
-    assert teacher_source is not None
     trust = config.models.trust_remote_code
     tokenizer = world.tokenizer if world is not None else load_tokenizer(student_source, trust_remote_code=trust)
     check_support(config, len(tokenizer))
     check_chats(config, tokenizer)
     student = load_student(config, student_source, device)
     check_vocabulary("student", student, tokenizer)
-    if config.teacher.urls:
+    if config.teacher.urls or teacher_source is None:
         return tokenizer, student, None
     teacher = load_teacher(config, teacher_source, device)
     check_vocabulary("teacher", teacher, tokenizer)
@@ -345,28 +355,22 @@ def _reference_scorer(
     config: Config,
     world: tiny.World | None,
     tokenizer: Any,
-    student: Any,
-    scorer: Callable[..., LocalScorer],
+    of_student: Callable[[str], LocalScorer],
+    scorer: Callable[[Any, Context], LocalScorer],
     accelerator: Accelerator,
 ) -> Scorer | None:
-    """Scores under the reference, where the method needs one: a model of its own, or the student without its adapter.
+    """Scores under the reference, where the method needs one: a model of its own, or weights of the student.
 
     It runs in the student's precision, so that a student that has not moved has the reference's log-probs.
     """
-    if not config.method.made.needs_reference:
+    weights, source = reference_weights(config, world), reference_source(config, world)
+    if weights is None:
         return None
-    source = reference_source(config, world)
     if source is None:
-
-        @contextmanager
-        def before_training() -> Iterator[None]:
-            with accelerator.autocast(), adapter_off(student):
-                yield
-
-        return scorer(student, autocast=before_training)
+        return of_student(weights)
     model = load_reference(config, source, accelerator.device)
     check_vocabulary("reference", model, tokenizer)
-    return scorer(model, autocast=accelerator.autocast)
+    return scorer(model, accelerator.autocast)
 
 
 def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> PromptOrder | MixedOrder:

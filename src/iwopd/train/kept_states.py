@@ -36,7 +36,10 @@ def followed_for(wanted: Wanted, *, keeps: bool) -> Wanted:
 
 
 def kept_bytes(objective: Objective, *, tokens: int, state: int, ranks: int = 1, again: bool = True) -> float:
-    """Bytes that a step of so many tokens keeps in main memory beside log-probs; `state`: of one hidden state."""
+    """Bytes that a step of so many tokens keeps in main memory beside log-probs; `state`: of one hidden state.
+
+    `again`: the teacher could compute its states again (`keeps_states`).
+    """
     support = objective.compared_ids
     ids = 0 if support is None else support.k * (2 if support.of == "union" else 1)
     states = state if keeps_states(objective, again=again, most=tokens * state, ranks=ranks) else 0

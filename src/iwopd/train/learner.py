@@ -20,6 +20,7 @@ from iwopd.config import Optim
 from iwopd.devices import upload
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.modes import switch_off_dropout
+from iwopd.train.average import Average
 from iwopd.train.checkpoint_optimizer import OptimizerState
 from iwopd.train.micro_batch import Columns, Distributions, MicroBatchLoss, no_tokens
 from iwopd.train.ranks import Ranks
@@ -73,14 +74,17 @@ class Learner:
         ranks: Ranks,
         teacher: Distributions | None = None,
         loss: TokenLoss | None = None,
+        average: Average | None = None,
     ) -> None:
-        """`teacher` is there for objectives that need its whole distributions; `loss` is executed, if not the objective's."""
+        """`teacher` is there for objectives that need its whole distributions; `loss` is executed, if not the objective's;
+        `average` follows the weights.
+        """
         switch_off_dropout(lm.model)
         self.weights = ShardedWeights(lm, ranks) if optim.shard and ranks.count > 1 else Weights(lm, ranks)
         self.lm = self.weights.lm
         if optim.gradient_checkpointing:
             self.lm.model.gradient_checkpointing_enable()
-        self.optim, self.objective, self.ranks = optim, objective, ranks
+        self.optim, self.objective, self.ranks, self.average = optim, objective, ranks, average
         self.loss = MicroBatchLoss(self.lm, loss or objective, teacher)
         self.weights.adopt(self.loss)
         self.optimizer = torch.optim.AdamW(
@@ -167,6 +171,8 @@ class Learner:
         if finite:
             self.optimizer.step()
             self.weights.stepped()
+            if self.average is not None:
+                self.average.follow(self.weights.current())
         self.optimizer.zero_grad(set_to_none=True)
         return _OptimizerStep(loss, norm, waste, stats, finite)
 

@@ -9,6 +9,7 @@ import torch
 from iwopd import tiny
 from iwopd.adapters import add_adapter
 from iwopd.config import Config, ConfigError
+from iwopd.config.own_teacher import ReferenceWeights
 from iwopd.models import ModelSource, load_model
 from iwopd.quantization import quantization
 
@@ -38,7 +39,11 @@ def world_recipe(config: Config) -> tiny.WorldRecipe | None:
 
 
 def source_of(config: Config, name: str, world: tiny.World | None = None) -> ModelSource | None:
-    """Where `student`, `teacher` or `reference` comes from; None for a reference that nobody named."""
+    """Where `student`, `teacher` or `reference` comes from; None for a reference that nobody named, and for a teacher that is
+    the student itself.
+    """
+    if name == "teacher" and config.teacher.is_student:
+        return None
     if world is not None and name != "reference":
         return ModelSource(str(getattr(world, name)))
     path = getattr(config.models, name)
@@ -52,13 +57,20 @@ def source_of(config: Config, name: str, world: tiny.World | None = None) -> Mod
 
 
 def reference_source(config: Config, world: tiny.World | None = None) -> ModelSource | None:
-    """Where the reference comes from; None if it is the student with its adapter switched off, or none is needed."""
+    """Where the reference comes from; None if it is the student itself (`reference_weights`), or none is needed."""
+    if reference_weights(config, world) != "model":
+        return None
+    return source_of(config, "reference", world) or source_of(config, "student", world)
+
+
+def reference_weights(config: Config, world: tiny.World | None = None) -> ReferenceWeights | None:
+    """Whose weights the reference has; None if none is needed. The student's initial ones are those under its adapter."""
     if not config.method.made.needs_reference:
         return None
+    if config.reference.source != "model":
+        return config.reference.source
     named, student = source_of(config, "reference", world), source_of(config, "student", world)
-    if config.lora.rank and named in (None, student):
-        return None
-    return named or student
+    return "base" if config.lora.rank and named in (None, student) else "model"
 
 
 def check_trainable(config: Config) -> None:

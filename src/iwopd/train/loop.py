@@ -121,6 +121,7 @@ def save(config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore
             optimizer=optimizer,
             state=asdict(state),
             card=model_card(config, run, state.step),
+            average=parts.learner.average,
         )
         keep_best(store, state.best_step)
 

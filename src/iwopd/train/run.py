@@ -142,5 +142,7 @@ def _bring_back(checkpoint: Checkpoint, parts: Parts) -> TrainingState:
     checkpoint.load_model_weights(parts.student)
     learner.weights.follow_student()
     checkpoint.load_optimizer(learner.optimizer, learner.weights.masters)
+    if learner.average is not None and not checkpoint.load_average(learner.average):
+        learner.average.restart(learner.weights.current())
     checkpoint.restore_rng()
     return TrainingState(**checkpoint.state)

@@ -203,6 +203,12 @@ FIELDS: dict[str, Treatment] = {
     "tracking.trackers": Treatment("launcher", "they get our names of verl's metrics"),
     "tracking.project": _mapped("trainer.project_name"),
     # --- teachers ---------------------------------------------------------------------------------------------------
+    "teacher.source": _only(
+        "model", "verl's teacher is a model of its own: name one (models.teacher), or use the local engine"
+    ),
+    "reference.source": _only("model", "verl's reference is the student before training: leave it out"),
+    "ema.decay": _unused("of the student's moving average, which verl does not keep"),
+    "ema.device": _unused("of the student's moving average, which verl does not keep"),
     "teacher.urls": _only([], _SERVER),
     "teacher.name": _only(None, _SERVER),
     "teacher.dialect": _unused(_SERVER_SETTING),

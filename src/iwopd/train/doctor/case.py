@@ -64,7 +64,7 @@ class Case:
 
     @property
     def teacher(self) -> Member:
-        """Behind a server it may be nothing but a name."""
+        """Behind a server it may be nothing but a name; one that is the student itself is not even that."""
         return self.members.get("teacher", Member("teacher", None, elsewhere=True))
 
     @property
@@ -79,7 +79,7 @@ def open_case(config: Config, folder: Path) -> Case:
     reference = reference_source(config, world)
     if world is not None:
         tokenizer = tiny.build_tokenizer()
-        names = ["student", "teacher", *(["reference"] if reference else [])]
+        names = ["student", *([] if config.teacher.is_student else ["teacher"]), *(["reference"] if reference else [])]
         members = {name: Member(name, None, tokenizer) for name in names}
     else:
         sources = {"student": source_of(config, "student"), "teacher": source_of(config, "teacher"), "reference": reference}

@@ -82,6 +82,12 @@ class TrainedModel:
         return MASTER_BYTES * (self.adapter or self.shape.count.total)
 
     @property
+    def average(self) -> float:
+        """Bytes of a moving average: of half precision, in float32 and as the model that scores."""
+        rounded = self.number_bytes * self.shape.count.total if self.has_masters else 0.0
+        return self.trained + rounded
+
+    @property
     def has_masters(self) -> bool:
         return self.number_bytes < MASTER_BYTES and not self.adapter
 
@@ -195,6 +201,8 @@ class DeviceMemory:
     """Bytes that a step keeps of its tokens beside log-probs, where main memory is the device's."""
     teachers_leave: bool = False
     """Teachers are here only while they score; of one whose whole distributions are compared the output matrix stays."""
+    averaged: bool = False
+    """The moving average of the trained weights lies here, and scores."""
     followed: float | None = None
     """The teacher's cache of the answers that it follows while they are written; None: it follows none."""
 
@@ -211,10 +219,12 @@ class DeviceMemory:
             "reference": 0.0 if self.reference is None else self.reference.weights,
             "kept evidence": self.kept,
         }
+        if self.averaged:
+            state["average"] = student.average
         stages: dict[Stage, Parts] = {"rollouts": self._rollouts, "scores": self._scores}
         stages |= {stage: self._update(stage) for stage in UPDATE}
         written = MASTER_BYTES * student.adapter or student.weights
-        checkpoint = written + masters + 2 * student.trained
+        checkpoint = written + masters + 2 * student.trained + (student.trained if self.averaged else 0.0)
         return StepMemory(state, stages, self.writer, checkpoint, self.offloaded)
 
     @property
