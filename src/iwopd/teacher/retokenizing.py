@@ -64,15 +64,13 @@ class Retokenizer:
         return Unit((), 1, exact=False) if known is None else Unit((known,), 1)
 
     def _text(self, text: str, before: str | None) -> list[Unit]:
-        tries = list(self._tries(text, before))
-        data = text.encode()
-        for ids, _ in tries:
+        data, first = text.encode(), None
+        for ids, offsets in self._tries(text, before):
             if (found := self._exact(ids, data)) is not None:
                 return found
-        for ids, offsets in tries:
-            if offsets is not None:
-                return self._by_offsets(ids, offsets, text)
-        return self._letters(text)
+            if first is None and offsets is not None:
+                first = ids, offsets
+        return self._letters(text) if first is None else self._by_offsets(*first, text)
 
     def _tries(self, text: str, before: str | None) -> Iterator[tuple[list[int], list[tuple[int, int]] | None]]:
         """Ids of the text and the characters that each stands for, in several contexts, the real one first."""

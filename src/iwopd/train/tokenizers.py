@@ -40,7 +40,7 @@ def teacher_tokenizer(config: Config, section: str, tokenizer: Any, model: Model
     """The teacher's own, if it is to be compared and can be read; None: its ids are taken for the student's."""
     setting, trust = sections(config)[section].tokenizer, config.models.trust_remote_code
     if setting == STUDENT:
-        if model is not None and not sections(config)[section].urls:
+        if model is not None and section != TEACHER:  # of the first one the doctor says it
             check_same_tokenizer(tokenizer, model, trust_remote_code=trust)
         return None
     if setting != AUTO:
