@@ -79,12 +79,13 @@ def rollout(tokenizer: Any, ids: list[int], *, ended: bool = False) -> Rollout:
 
 
 def check_spans(found: Reading, ids: list[int], ours: Vocabulary, theirs: Vocabulary) -> None:
-    """Both sides of every span have the same bytes; a space of a tokenizer's own can only stand in front of the first."""
+    """Both sides of every span have the same bytes; a tokenizer may put a space of its own before a text or after <think>."""
     for span in range(max(found.student, default=-1) + 1):
         written = b"".join(ours.pieces[i] for i, one in zip(ids, found.student, strict=True) if one == span)
         read = b"".join(theirs.pieces[i] for i, one in zip(found.ids, found.teacher, strict=True) if one == span)
+        before = [i for i, one in zip(found.ids, found.teacher, strict=True) if one == span - 1][-1:]
         if written != read:
-            assert span == 0
+            assert span == 0 or theirs.pieces[before[0]] == b"<think>"
             assert written == b" " + read or read == b" " + written
 
 
@@ -105,7 +106,7 @@ def test_spans_are_the_text_byte_for_byte(ours: Family, theirs: Family, letters:
     assert list(found.ids[len(found.ids) - len(last) :]) == last
     read = b"".join(vocabulary(other).pieces[i] for i in found.ids[: len(found.ids) - len(last)])
     real = text[len(text) - found.bytes :]
-    assert read in (real, b" " + real)
+    assert read.replace(b"<think> ", b"<think>").removeprefix(b" ") == real.replace(b"<think> ", b"<think>").removeprefix(b" ")
     if ended:
         assert found.student[-1] == found.teacher[-1] == max(found.student)
     check_spans(found, ids + [one.eos_token_id] * ended, _with_end(one), _with_end(other))
