@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class Reader:
         said of them, and the teacher reads the text without them.
         """
         written = ids[:-1] if ended else ids
-        pieces = [self.vocabulary.pieces.get(i) for i in written]
+        pieces = self._pieces(written)
         data = b"".join(piece for piece in pieces if piece is not None)
         front = self._front(after, data)
         natural = before is not None and len(data) > front and data.startswith(self.leads[0], front)
@@ -181,6 +182,27 @@ class Reader:
             len(data),
             sum(unit.length for unit in units if not unit.exact),
         )
+
+    def _pieces(self, ids: Sequence[int]) -> list[bytes | None]:
+        """What each id writes; None: nothing, it is special. A space that the tokenizer puts after added tokens is no text."""
+        found = [self.vocabulary.pieces.get(i) for i in ids]
+        for place in range(1, len(found)) if self._spaces_after_added else ():
+            piece = found[place]
+            if ids[place - 1] in self._added and piece is not None and piece[:1] == b" ":
+                found[place] = piece[1:]
+        return found
+
+    @cached_property
+    def _spaces_after_added(self) -> bool:
+        name = next((str(token) for token in getattr(self.student, "added_tokens_decoder", {}).values()), None)
+        if name is None or not self.vocabulary.marks_spaces:
+            return False
+        rest = self._student_ids(name + "a")[1:]
+        return b"".join(self.vocabulary.pieces.get(i, b"") for i in rest) == b" a"
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(map(int, getattr(self.student, "added_tokens_decoder", {})))
 
     def _front(self, prompt: Prompt | None, data: bytes) -> int:
         """Bytes at the beginning that only the student's tokenizer sees: a space that it puts before every text."""
