@@ -60,7 +60,7 @@ class Coverage:
     """How the tokens of two tokenizers lie over one another, on some texts."""
 
     tokens: int
-    """The student's that are text."""
+    """Of the student."""
     teacher_tokens: int
     spans: int
     alone: int
