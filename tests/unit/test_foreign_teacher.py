@@ -162,6 +162,9 @@ def test_ids_that_are_special_are_no_text_and_added_tokens_are() -> None:
     assert user in special_ids(one)
     assert user not in found.pieces
     assert answer_end(one) == one.eos_token_id
+    other_end = "{% for m in messages %}{{ m['content'] }}<|user|>{% endfor %}"
+    assert answer_end(one, other_end, {}) == user
+    assert reader(one, one).end == one.eos_token_id
     one = byte_tokenizer(chat=False)
     assert answer_end(one) == 1
 

@@ -99,17 +99,19 @@ class Reader:
         see: Callable[[Prompt], Prompt],
         *,
         leads: tuple[str, str] = ("", ""),
+        end: int | None = None,
         name: str = "teacher",
     ) -> None:
         """Two tokenizers; `see` makes the teacher's prompt, with its text and ids, of the student's.
 
-        `leads`: with what white space the answers of each begin by its chat template (`data.chat.Chat.lead`).
+        `leads`: with what white space the answers of each begin by its chat template (`data.chat.Chat.lead`); `end`: with
+        which id the teacher's answers end, if not as its own template says.
         """
         self.student, self.see, self.name = student, see, name
         self.leads = leads[0].encode(), leads[1].encode()
         self.vocabulary = Vocabulary.of(student)
         self.writer = Retokenizer(teacher)
-        self.end = answer_end(teacher)
+        self.end = answer_end(teacher) if end is None else end
         self.ids = len(teacher)
         """Of the teacher's tokenizer."""
         self.room: int | None = None

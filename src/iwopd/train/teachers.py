@@ -18,6 +18,7 @@ from iwopd.teacher.scorer import Scorer
 from iwopd.teacher.server import ServerScorer
 from iwopd.train.tokenizers import TEACHER, sections
 from iwopd.types import Prompt
+from iwopd.vocabulary import answer_end
 
 LocalTeacher = Callable[[str | None, Any], Scorer]
 """Loads the model of a local teacher, None is the default one; and the tokenizer whose ids it will be given."""
@@ -77,7 +78,8 @@ def _scorer(
     if other is not None:
         chat, section = Chat(other), TEACHER if name is None else f"{TEACHER}.others.{name}"
         see = foreign_prompt(chat, PromptTemplate(source.system, source.user))
-        reader = Reader(tokenizer, other, see, leads=(Chat(tokenizer).lead(), chat.lead()), name=section)
+        leads, end = (Chat(tokenizer).lead(), chat.lead()), answer_end(other, chat.template, chat.kwargs)
+        reader = Reader(tokenizer, other, see, leads=leads, end=end, name=section)
         rooms = [context_length(one.lm.model.config) for one in scorer.local(TEACHER).values()]
         reader.room = min((room for room in rooms if room is not None), default=None)
         return ForeignScorer(scorer, reader)
