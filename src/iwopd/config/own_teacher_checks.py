@@ -123,7 +123,8 @@ def _under_way(config: Settings) -> Iterator[str]:
         )
     mix = config.rollout.mix
     if mix.active and mix.source == "teacher":
-        yield f"rollout.mix.source = 'teacher', but teacher.source = {source!r} is {WORDS[source]}: set rollout.mix.source = 'data'"
+        said = f"rollout.mix.source = 'teacher', but teacher.source = {source!r} is {WORDS[source]}"
+        yield f"{said}: set rollout.mix.source = 'data'"
     if mix.active and mix.objective != "likelihood":
         yield (
             f"rollout.mix.objective = {mix.objective!r} needs a teacher of its own, and teacher.source = {source!r} is "

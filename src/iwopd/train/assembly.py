@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -34,8 +35,8 @@ from iwopd.teacher.offload import OffloadedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.attention import flash_refuses
 from iwopd.train.authors import DataAuthor, build_author
-from iwopd.train.chats import check_chats, eval_rendering, student_chat
 from iwopd.train.average import Average
+from iwopd.train.chats import check_chats, eval_rendering, student_chat
 from iwopd.train.horizon import check_following, horizon_refuses
 from iwopd.train.kept_states import KEPT_STATES, followed_for, keeps_others_states, keeps_states
 from iwopd.train.learner import Learner
@@ -57,8 +58,9 @@ from iwopd.train.reward import Rewards, reward_refuses
 from iwopd.train.teacher_cache import caches_of
 from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
 from iwopd.train.thinking import ThinkingTokens
+from iwopd.train.tokenizers import TEACHER, Foreign, foreign_refuses, foreign_tokenizers, token_ratio
 from iwopd.types import Prompt
-from iwopd.vocabulary import check_same_tokenizer, check_vocabulary
+from iwopd.vocabulary import check_vocabulary
 
 Notify = Callable[[str], None]
 HEAD_TOKENS = 256
@@ -152,7 +154,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     if config.models.world is not None:
         check_support(config, len(tiny.build_tokenizer()))
     world = open_world(config, progress)
-    tokenizer, student, teacher = _models(config, world, accelerator.device)
+    tokenizer, student, teacher, foreign = _models(config, world, accelerator.device)
     vocab_size = len(tokenizer)
     order = prompt_order(config, world, tokenizer, notify)
     rewards = Rewards.of(config, tokenizer, order.prompts)
@@ -164,10 +166,10 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     longest = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
     ranks = Ranks()
 
-    def scorer(model: Any, autocast: Context = nullcontext) -> LocalScorer:
-        fix_rope(model, longest)
+    def scorer(model: Any, autocast: Context = nullcontext, *, ids: int = vocab_size, length: int = longest) -> LocalScorer:
+        fix_rope(model, length)
         shared: dict[str, Any] = {"temperature": config.rollout.temperature, "head_precision": config.head_products}
-        return LocalScorer(model, vocab_size=vocab_size, autocast=autocast, **shared)
+        return LocalScorer(model, vocab_size=ids, autocast=autocast, **shared)
 
     average = Average(student, config.ema.decay, config.ema.device) if config.keeps_average else None
 
@@ -176,17 +178,20 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
 
     offloaded: list[OffloadedScorer] = []
 
-    def local_teacher(source: str | None) -> LocalScorer:
+    def local_teacher(source: str | None, own: Any) -> LocalScorer:
+        """`own`: the tokenizer whose ids it reads."""
         if source is None and config.teacher.is_student:
             return of_student(config.teacher.source)
-        found = scorer(teacher if source is None else _other_teacher(config, source, tokenizer, accelerator.device))
+        model = teacher if source is None else _other_teacher(config, source, own, accelerator.device)
+        length = longest if own is tokenizer else math.ceil(longest * token_ratio(own, order.prompts))
+        found = scorer(model, ids=len(own), length=length)
         if not config.models.teacher_offload:
             return found
         offloaded.append(OffloadedScorer.of(found))
         return offloaded[-1]
 
     student_scorer = of_student("live")
-    teacher_scorer = build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher)
+    teacher_scorer = build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher, foreign)
     if any(not one.moves for one in offloaded):
         notify("models.teacher_offload does nothing here: the teacher is on the CPU already")
     reference_scorer = _reference_scorer(config, world, tokenizer, of_student, scorer, accelerator)
@@ -277,9 +282,15 @@ def check_support(config: Config, vocabulary: int) -> None:
 
 def check_heads(scorers: Mapping[str, Scorer | None], prompts: Sequence[Prompt]) -> dict[str, HeadCheck]:
     """Compare the fused head of every model here with its own logits, on a few hundred tokens of real prompts."""
-    sequences = _trial(prompts)
-    local = {name: one for kind, scorer in scorers.items() if scorer for name, one in scorer.local(kind).items()}
-    return {name: one.check_head(sequences, trained=name == "student") for name, one in local.items()}
+    sequences, found = _trial(prompts), {}
+    for kind, scorer in ((kind, scorer) for kind, scorer in scorers.items() if scorer):
+        local = scorer.local(kind)
+        readers = {path.model_name: path.reader for path in scorer.paths(kind)} if local else {}
+        for name, one in local.items():
+            reader = readers.get(name)
+            own = sequences if reader is None else _trial([reader.see(prompt) for prompt in prompts[:HEAD_TOKENS]])
+            found[name] = one.check_head(own, trained=name == "student")
+    return found
 
 
 def check_training_mode(student: ResponseModel, prompts: Sequence[Prompt]) -> None:
@@ -325,29 +336,30 @@ def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ran
     return ENGINES[name](about, config.engine.of(name))
 
 
-def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:
-    """Tokenizer, student and teacher; no teacher where a server has it, or the student is its own."""
+def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any, Foreign]:
+    """Tokenizer, student, teacher (None where a server has it, or the student is its own), and tokenizers that differ."""
     student_source, teacher_source = source_of(config, "student", world), source_of(config, "teacher", world)
     assert student_source is not None  # the config was validated
     trust = config.models.trust_remote_code
     tokenizer = world.tokenizer if world is not None else load_tokenizer(student_source, trust_remote_code=trust)
     check_support(config, len(tokenizer))
     check_chats(config, tokenizer)
+    foreign = foreign_tokenizers(config, tokenizer, teacher_source)
+    for refused in foreign_refuses(config, foreign):
+        raise ConfigError(f"{refused.message}: {refused.remedy}")
     student = load_student(config, student_source, device)
     check_vocabulary("student", student, tokenizer)
     if config.teacher.urls or teacher_source is None:
-        return tokenizer, student, None
+        return tokenizer, student, None, foreign
     teacher = load_teacher(config, teacher_source, device)
-    check_vocabulary("teacher", teacher, tokenizer)
-    return tokenizer, student, teacher
+    check_vocabulary("teacher", teacher, foreign.get(TEACHER, tokenizer))
+    return tokenizer, student, teacher, foreign
 
 
 def _other_teacher(config: Config, path: str, tokenizer: Any, device: torch.device) -> Any:
     """One of several teachers; the doctor looks at the first one only."""
-    source = ModelSource.of(path)
-    teacher = load_teacher(config, source, device)
+    teacher = load_teacher(config, ModelSource.of(path), device)
     check_vocabulary("teacher", teacher, tokenizer)
-    check_same_tokenizer(tokenizer, source, trust_remote_code=config.models.trust_remote_code)
     return teacher
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from iwopd.algo.objectives import Divergence
 from iwopd.cluster.verl.carrying import CARRIED, LIMITS
 from iwopd.config import Config, MixSettings, Reward
+from iwopd.config.engines import AUTO, STUDENT
 from iwopd.rollout.settings import ServerSettings
 from iwopd.train.chats import eval_rendering, student_rendering
 
@@ -218,6 +219,10 @@ FIELDS: dict[str, Treatment] = {
     "teacher.request_timeout": _unused(_SERVER_SETTING),
     "teacher.patience": _unused(_SERVER_SETTING),
     "teacher.deadline": _unused(_SERVER_SETTING),
+    "teacher.tokenizer": _only(
+        lambda value, config: value in (AUTO, STUDENT),
+        "verl's teacher gets the student's ids: leave it out, or use the local engine for a teacher with another tokenizer",
+    ),
     **{
         f"teacher.{name}": _only(value, "verl's teacher sees the student's prompt: leave it out, or use the local engine")
         for name, value in PROMPT_OF_ITS_OWN.items()

@@ -51,6 +51,16 @@ def check_template(case: Case) -> Iterator[Finding]:
     seen = _rendered(teacher_chat(config, config.teacher, student)) or ours
     own = None if teacher is None else replace(teacher_chat(config, config.teacher, teacher, foreign=True), template=None)
     theirs = None if own is None else _rendered(own)
+    if case.foreign:
+        if theirs is None:
+            yield failure(
+                "chat template",
+                "the teacher has another tokenizer and no chat template that renders a user message, so it cannot be asked",
+                "give its tokenizer one (chat_template.jinja beside its files), or choose a teacher that was trained on chats",
+            )
+        else:
+            yield passed("chat template", "student and teacher each see prompts in a format of their own")
+        return
     if theirs is None:
         lack = "tokenizer" if teacher is None else "chat template"
         what = "the student's rendering" if seen == ours else "the rendering that [teacher] describes"
