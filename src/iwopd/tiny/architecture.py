@@ -122,7 +122,10 @@ class ModelRecipe:
 
 
 def new_model(size: ModelSize, seed: str, tokenizer: str = CHARACTERS) -> Qwen3ForCausalLM:
-    """An untrained model in float32, for the ids of a tokenizer by name. The same seed gives the same weights; the global generator is not touched."""
+    """An untrained model in float32, for the ids of a tokenizer by name.
+
+    The same seed gives the same weights; the global generator is not touched.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
