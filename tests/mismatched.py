@@ -32,8 +32,13 @@ def healthy(folder: Path) -> dict[str, Any]:
     }
 
 
+SAME = {"tokenizer": "student"}
+"""Without it, tokenizers that differ are aligned by text."""
+
+
 def permuted_vocabulary(folder: Path, settings: dict[str, Any]) -> None:
     """The same size and the same tokens, two of them in each other's places."""
+    settings["teacher"] = SAME
     path = folder / "teacher" / "tokenizer.json"
     state = json.loads(path.read_text())
     vocab = state["model"]["vocab"]
@@ -43,6 +48,7 @@ def permuted_vocabulary(folder: Path, settings: dict[str, Any]) -> None:
 
 def other_bytes_behind_the_same_strings(folder: Path, settings: dict[str, Any]) -> None:
     """Token strings agree, but the teacher's tokenizer writes text where the student's writes bytes: Ġ is not a space."""
+    settings["teacher"] = SAME
     path = folder / "teacher" / "tokenizer.json"
     state = json.loads(path.read_text())
     state["decoder"] = {"type": "Fuse"}
@@ -52,6 +58,7 @@ def other_bytes_behind_the_same_strings(folder: Path, settings: dict[str, Any]) 
 
 def smaller_vocabulary(folder: Path, settings: dict[str, Any]) -> None:
     """The student has special tokens that the teacher has not; its output matrix has rows for them all the same."""
+    settings["teacher"] = SAME
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     tokenizer.save_pretrained(folder / "student")

@@ -108,6 +108,8 @@ class ScoredRollout:
     """Further evidence [T, ...] by its name in `algo.evidence.Evidence`."""
     teacher_states: Tensor | None = None
     """[T, H] the teacher's hidden states, where the loss compares whole distributions."""
+    spans: Tensor | None = None
+    """[T] int64, of a teacher with another tokenizer: see `algo.views.TokenScores`."""
 
     def __post_init__(self) -> None:
         owner = f"ScoredRollout({self.rollout.prompt.id!r})"
@@ -115,6 +117,7 @@ class ScoredRollout:
             _check_logprobs(f"{owner}.{name}", getattr(self, name), self.rollout.response_ids.shape)
         for name, values in self.more.items():
             _check_rows(f"{owner}.{name}", values, len(self.rollout))
+        _check_spans(f"{owner}.spans", self.spans, len(self.rollout))
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -144,6 +147,8 @@ class TokenBatch:
     """Further evidence [N, ...] by its name in `algo.evidence.Evidence`."""
     teacher_states: Tensor | None = None
     """[N, H]."""
+    spans: Tensor | None = None
+    """[N] int64 span of each token within its rollout, -1: none. There if a teacher has another tokenizer."""
 
     def __post_init__(self) -> None:
         for ids, lengths in (("prompt_ids", "prompt_lengths"), ("response_ids", "lengths")):
@@ -158,6 +163,7 @@ class TokenBatch:
             _check_logprobs(f"TokenBatch.{name}", getattr(self, name), self.response_ids.shape)
         for name, values in self.more.items():
             _check_rows(f"TokenBatch.{name}", values, len(self.response_ids))
+        _check_spans("TokenBatch.spans", self.spans, len(self.response_ids))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -200,6 +206,7 @@ class TokenBatch:
             reference_logprobs=torch.cat(reference) if reference else None,
             more={name: torch.cat([item.more[name] for item in rollouts]) for name in rollouts[0].more},
             teacher_states=torch.cat(states) if states else None,
+            spans=_joined_spans(rollouts),
         )
 
 
@@ -285,6 +292,22 @@ def _check_logprobs(name: str, values: Tensor | None, shape: torch.Size) -> None
 def _check_rows(name: str, values: Tensor, count: int) -> None:
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} rows for {count} tokens")
+
+
+def _check_spans(name: str, spans: Tensor | None, count: int) -> None:
+    if spans is None:
+        return
+    _check_rows(name, spans, count)
+    if spans.dtype != torch.long or spans.dim() != 1:
+        raise TypeError(f"{name} must be int64 [{count}], got {spans.dtype} {list(spans.shape)}")
+    _refuse(name, spans, spans < -1)
+
+
+def _joined_spans(rollouts: Sequence[ScoredRollout]) -> Tensor | None:
+    """[N]; of a rollout whose teacher reads the student's ids, every token is a span of its own. None if all are such."""
+    if all(item.spans is None for item in rollouts):
+        return None
+    return torch.cat([torch.arange(len(item)) if item.spans is None else item.spans for item in rollouts])
 
 
 def _refuse(name: str, values: Tensor, bad: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What token ids mean: the bytes of every id, and whether two tokenizers agree on them.
+"""What token ids mean: the bytes of every id, which ids are no text, how an answer ends, and whether two tokenizers agree.
 
 Equal sizes prove nothing: a permuted vocabulary has the same size, and a teacher that reads other texts than the student wrote
 still returns plausible numbers. So every id is compared by its bytes.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,54 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
     added = set(map(int, getattr(tokenizer, "added_tokens_decoder", {})))
     vocabulary = tokenizer.get_vocab().items()
     return {int(i): token.encode() if i in added else _plain_bytes(token, kind) for token, i in vocabulary}
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that are no text: special added tokens and those with a role (end, padding, unknown). Other added tokens are text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return frozenset(int(i) for i, token in added if token.special) | frozenset(map(int, tokenizer.all_special_ids))
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """What the ids of a tokenizer write."""
+
+    pieces: Mapping[int, bytes]
+    """The bytes of every id that is text. Special ids have none."""
+    marks_spaces: bool
+    """Spaces are written as ▁ (SentencePiece): such tokenizers may put one in front of a text that has none."""
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        special = special_ids(tokenizer)
+        pieces = {i: piece for i, piece in token_bytes(tokenizer).items() if i not in special}
+        return cls(pieces, _decoder(tokenizer) == "sentencepiece")
+
+    @cached_property
+    def byte_ids(self) -> dict[int, int]:
+        """Ids that are one byte, for bytes that are no whole character; not every tokenizer has them."""
+        return {piece[0]: i for i, piece in self.pieces.items() if len(piece) == 1}
+
+
+def answer_end(tokenizer: Any) -> int | None:
+    """The id with which an answer ends: what the chat template writes after one, or the end-of-sequence token."""
+    ending = template_ending(tokenizer)
+    return ending if ending is not None or tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+
+
+def template_ending(tokenizer: Any) -> int | None:
+    """The id of the special token that the chat template puts after an answer; None if there is none."""
+    if not tokenizer.chat_template:
+        return None
+    messages = [{"role": "user", "content": "3+4"}, {"role": "assistant", "content": "7"}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False))
+    except Exception:  # templates raise anything, for instance if they do not know the role
+        return None
+    after = text.rpartition("7")[2]
+    special = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    found = [(after.index(word), i) for word, i in special.items() if word in after]
+    return min(found)[1] if found else None
 
 
 @dataclass(frozen=True)
@@ -67,17 +117,18 @@ def check_same_tokenizer(tokenizer: Any, other: str | Path | ModelSource, *, tru
     if not agreement.same:
         raise ModelError(
             f"{agreement.example} {other} ({len(agreement.wrong):,} of {agreement.ids:,} ids differ): their "
-            "tokenizers differ, so the teacher would score other texts than the student wrote; choose a pair of one family"
+            "tokenizers differ, so the teacher would score other texts than the student wrote; choose a pair of one family, or "
+            "let training align them by text (teacher.tokenizer = 'auto')"
         )
 
 
 def check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
-    """The model called `name` must have a row of its output matrix for every id of the student's tokenizer."""
+    """The model called `name` must have a row of its output matrix for every id that it will be given."""
     rows = output_rows(model)
     if rows < len(tokenizer):
         raise ModelError(
-            f"the student's tokenizer has {len(tokenizer)} ids, the {name}'s output matrix {rows} rows: both models must share "
-            "the student's vocabulary"
+            f"the tokenizer has {len(tokenizer)} ids, the {name}'s output matrix {rows} rows: they do not belong together. "
+            "Without tokenizer files of its own a model is given the student's ids (teacher.tokenizer names others)"
         )
 
 

@@ -4,7 +4,7 @@ Conventions: `[B, T]` tensors are right-padded with a boolean mask; inputs outsi
 there are 0; advantages and weights are detached. `docs/method.md` has the formulas side by side.
 """
 
-from iwopd.algo import position, projection, related_weights, shaped_advantages
+from iwopd.algo import position, projection, related_weights, shaped_advantages, spans
 from iwopd.algo._checks import LOGPROB_FLOOR, NonFiniteError
 from iwopd.algo.advantages import exopd_advantages, opd_advantages
 from iwopd.algo.correction import Mismatch, rollout_correction, rollout_mismatch
@@ -48,6 +48,7 @@ __all__ = [
     "rollout_mismatch",
     "scores_of_logits",
     "shaped_advantages",
+    "spans",
     "supervised_mask",
     "support_divergence",
     "token_divergence",

@@ -80,6 +80,9 @@ class Evidence:
     """[B, T, K] the teacher's."""
     support_rest: Tensor | None = None
     """[B, T] the teacher's log-prob of everything else."""
+    spans: Tensor | None = None
+    """[B, T] int64, of a teacher with another tokenizer: the span of each token (`algo.spans`), -1 where it says nothing. Then
+    `teacher_logprobs` has a span's log-prob on its last token and 0 elsewhere, and formulas see spans instead of tokens."""
 
     @cached_property
     def gap(self) -> Tensor:

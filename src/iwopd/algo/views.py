@@ -61,6 +61,9 @@ class TokenScores:
     """[N] log of the probability outside `top_ids` and the chosen ids together, at least `REST_FLOOR`."""
     states: Tensor | None = None
     """[N, H] in the dtype that the model computes in."""
+    spans: Tensor | None = None
+    """[N] int64 of a model with another tokenizer: the span of each token (`algo.spans`), from 0 in every answer; -1: it says
+    nothing of it. The last token of a span has the span's log-prob, the others 0."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenScores:
         """Every tensor that is there, changed."""

@@ -36,6 +36,9 @@ class RolloutSettings(Section):
     )
 
 
+AUTO, STUDENT = "auto", "student"
+
+
 class TeacherSource(Section):
     """Where a teacher is, and what it sees."""
 
@@ -50,6 +53,11 @@ class TeacherSource(Section):
     request_timeout: Place[float] = Field(300.0, gt=0, description="seconds for one attempt at one request")
     patience: Place[float] = Field(600.0, gt=0, description="seconds that a teacher may be away before the run saves and ends")
     deadline: Place[float] = Field(7200.0, gt=0, description="seconds for the scores of one step (or chunk of it)")
+    tokenizer: str = Field(
+        AUTO,
+        description="auto: its model's own, by text where it differs from the student's; student: it must be the student's; "
+        "or a folder or hub id with the teacher's, for servers whose model is not readable here",
+    )
     system: str | None = Field(None, description="system prompt that the teacher sees instead of the student's")
     user: str | None = Field(
         None, description="user message that the teacher sees: {prompt}, {answer} and the data set's fields are filled in"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from iwopd.data.chat import Chat, ChatError
+from iwopd.data.chat import Chat, ChatError, encode
 
 if TYPE_CHECKING:
     from iwopd.types import Prompt
@@ -56,6 +56,23 @@ class PromptTemplate:
                     raise ChatError(f"teacher.user asks for {{{name}}}, which prompt {prompt.id!r} does not have")
                 pieces.append(str(fields[name]))  # not str.format: a field's text may hold braces
         return "".join(pieces)
+
+
+def foreign_prompt(chat: Chat, template: PromptTemplate) -> Callable[[Prompt], Prompt]:
+    """The same for a teacher with another tokenizer, whose chat this is. A prompt that is no chat is its text, encoded anew."""
+    change = teacher_prompt(chat, template)
+
+    def see(prompt: Prompt) -> Prompt:
+        if "messages" in prompt.metadata:
+            return change(prompt)
+        ids = encode(chat.tokenizer, prompt.text)
+        if not ids:
+            raise ChatError(f"prompt {prompt.id!r} has no text, so a teacher with another tokenizer cannot read it")
+        whole = tuple(int(i) for i in chat.tokenizer(prompt.text)["input_ids"])  # with the special tokens of a text's beginning
+        front = next((whole[:place] for place in range(len(whole)) if whole[place : place + len(ids)] == ids), ())
+        return replace(prompt, token_ids=(*front, *ids))
+
+    return see
 
 
 def teacher_prompt(chat: Chat, template: PromptTemplate) -> Callable[[Prompt], Prompt]:

@@ -21,6 +21,7 @@ class AskedServer(Protocol):
     """What is asked of `server.ServerScorer`."""
 
     model: str | None
+    room: int | None
 
     @property
     def dialect(self) -> Dialect: ...
@@ -59,6 +60,8 @@ def _check_model(scorer: AskedServer, vocab_size: int, longest: int) -> None:
             continue
         names[url] = name = _choose(scorer, url, served)
         room, ids = served[name].get("max_model_len"), served[name].get("vocab_size")
+        if isinstance(room, int):
+            scorer.room = room if scorer.room is None else min(scorer.room, room)
         if isinstance(room, int) and room < longest + 1:
             raise TeacherError(
                 f"the teacher at {url} takes {room} tokens, but a prompt with its answer can have {longest} and the server "
@@ -66,7 +69,8 @@ def _check_model(scorer: AskedServer, vocab_size: int, longest: int) -> None:
             )
         if isinstance(ids, int) and ids < vocab_size:
             raise TeacherError(
-                f"the teacher at {url} has {ids} ids, the student's tokenizer {vocab_size}: choose a pair of one vocabulary"
+                f"the teacher at {url} has {ids} ids, the tokenizer that it is asked with {vocab_size}: choose a pair of one "
+                "vocabulary, or name the teacher's own with teacher.tokenizer"
             )
     if len(set(names.values())) > 1:
         raise TeacherError(f"the replicas of one teacher serve different models: {names}")
@@ -90,7 +94,7 @@ def _check_largest_id(scorer: AskedServer, vocab_size: int) -> None:
     try:
         scorer.look_at([TokenSequence((0, last), 1)])
     except TeacherError as error:
-        raise type(error)(f"the largest id of the student's tokenizer, {last}, cannot be scored: {error}") from None
+        raise type(error)(f"the largest id of the tokenizer that it is asked with, {last}, cannot be scored: {error}") from None
 
 
 def _check_alignment(scorer: AskedServer, ids: Sequence[int]) -> None:

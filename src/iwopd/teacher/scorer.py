@@ -105,6 +105,16 @@ class Scorer(ABC):
         return
 
 
+class ReadsOtherIds(Protocol):
+    """What is known of a teacher with another tokenizer (`foreign.Reader`)."""
+
+    ids: int
+    """Of its tokenizer."""
+
+    def see(self, prompt: Prompt) -> Prompt: ...
+    def rollouts(self, rollouts: Sequence[Rollout]) -> list[Rollout]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class ScoringPath:
     """A path to the log-probs of a model. Paths to the same `model_name` must agree."""
@@ -116,3 +126,9 @@ class ScoringPath:
     scorer: Scorer
     half: bool = False
     """Whether its model computes in half precision."""
+    reader: ReadsOtherIds | None = None
+    """Who tells it in its own ids what the student wrote; None: it reads the student's."""
+
+    def read(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """As its scorer gets them."""
+        return list(rollouts) if self.reader is None else self.reader.rollouts(rollouts)

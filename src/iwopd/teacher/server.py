@@ -46,6 +46,8 @@ class ServerScorer(Scorer):
         self.dialect = DIALECTS[settings.dialect]()
         self.gives = self.dialect.gives
         self.servers = Servers(settings, name, notify)
+        self.room: int | None = None
+        """Tokens that all servers can read at once, if they said so when they were tried out."""
         self.vocab_size: int | None = None
         """Ids of the student's tokenizer, once known: a server may have more."""
         self._matrix: OutputMatrix | None = None

@@ -49,8 +49,9 @@ from iwopd.train.micro_batch import Distributions
 from iwopd.train.ranks import Ranks, launched
 from iwopd.train.reward import Rewards, reward_refuses
 from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
+from iwopd.train.tokenizers import TEACHER, Foreign, foreign_refuses, foreign_tokenizers
 from iwopd.types import Prompt
-from iwopd.vocabulary import check_same_tokenizer, check_vocabulary
+from iwopd.vocabulary import check_vocabulary
 
 Notify = Callable[[str], None]
 HEAD_TOKENS = 256
@@ -119,7 +120,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     if config.models.world is not None:
         check_support(config, len(tiny.build_tokenizer()))
     world = open_world(config, progress)
-    tokenizer, student, teacher = _models(config, world, accelerator.device)
+    tokenizer, student, teacher, foreign = _models(config, world, accelerator.device)
     vocab_size = len(tokenizer)
     order = prompt_order(config, world, tokenizer, notify)
     rewards = Rewards.of(config, tokenizer, order.prompts)
@@ -131,16 +132,17 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     longest = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
     ranks = Ranks()
 
-    def scorer(model: Any, **options: Any) -> LocalScorer:
+    def scorer(model: Any, ids: int = vocab_size, **options: Any) -> LocalScorer:
         fix_rope(model, longest)
         shared: dict[str, Any] = {"temperature": config.rollout.temperature, "head_precision": config.head_products}
-        return LocalScorer(model, vocab_size=vocab_size, **shared, **options)
+        return LocalScorer(model, vocab_size=ids, **shared, **options)
 
-    def local_teacher(source: str | None) -> LocalScorer:
-        return scorer(teacher if source is None else _other_teacher(config, source, tokenizer, accelerator.device))
+    def local_teacher(source: str | None, own: Any) -> LocalScorer:
+        """`own`: the tokenizer whose ids it reads."""
+        return scorer(teacher if source is None else _other_teacher(config, source, own, accelerator.device), len(own))
 
     student_scorer = scorer(student, autocast=accelerator.autocast)
-    teacher_scorer = build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher)
+    teacher_scorer = build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher, foreign)
     reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator)
     scorers = {"student": student_scorer, "teacher": teacher_scorer, "reference": reference_scorer}
     heads = check_heads(scorers, order.prompts)
@@ -212,9 +214,15 @@ def check_support(config: Config, vocabulary: int) -> None:
 
 def check_heads(scorers: Mapping[str, Scorer | None], prompts: Sequence[Prompt]) -> dict[str, HeadCheck]:
     """Compare the fused head of every model here with its own logits, on a few hundred tokens of real prompts."""
-    sequences = _trial(prompts)
-    local = {name: one for kind, scorer in scorers.items() if scorer for name, one in scorer.local(kind).items()}
-    return {name: one.check_head(sequences, trained=name == "student") for name, one in local.items()}
+    sequences, found = _trial(prompts), {}
+    for kind, scorer in ((kind, scorer) for kind, scorer in scorers.items() if scorer):
+        local = scorer.local(kind)
+        readers = {path.model_name: path.reader for path in scorer.paths(kind)} if local else {}
+        for name, one in local.items():
+            reader = readers.get(name)
+            own = sequences if reader is None else _trial([reader.see(prompt) for prompt in prompts[:HEAD_TOKENS]])
+            found[name] = one.check_head(own, trained=name == "student")
+    return found
 
 
 def check_training_mode(student: ResponseModel, prompts: Sequence[Prompt]) -> None:
@@ -260,29 +268,30 @@ def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ran
     return ENGINES[name](about, config.engine.of(name))
 
 
-def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any]:
-    """Tokenizer, student and teacher; no teacher where a server has it."""
+def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any, Foreign]:
+    """Tokenizer, student and teacher (None where a server has it), and the tokenizers of teachers that differ."""
     student_source, teacher_source = source_of(config, "student", world), source_of(config, "teacher", world)
     assert student_source is not None  # the config was validated
     assert teacher_source is not None
     trust = config.models.trust_remote_code
     tokenizer = world.tokenizer if world is not None else load_tokenizer(student_source, trust_remote_code=trust)
     check_support(config, len(tokenizer))
+    foreign = foreign_tokenizers(config, tokenizer, teacher_source)
+    for refused in foreign_refuses(config, foreign):
+        raise ConfigError(f"{refused.message}: {refused.remedy}")
     student = load_student(config, student_source, device)
     check_vocabulary("student", student, tokenizer)
     if config.teacher.urls:
-        return tokenizer, student, None
+        return tokenizer, student, None, foreign
     teacher = load_teacher(config, teacher_source, device)
-    check_vocabulary("teacher", teacher, tokenizer)
-    return tokenizer, student, teacher
+    check_vocabulary("teacher", teacher, foreign.get(TEACHER, tokenizer))
+    return tokenizer, student, teacher, foreign
 
 
 def _other_teacher(config: Config, path: str, tokenizer: Any, device: torch.device) -> Any:
     """One of several teachers; the doctor looks at the first one only."""
-    source = ModelSource.of(path)
-    teacher = load_teacher(config, source, device)
+    teacher = load_teacher(config, ModelSource.of(path), device)
     check_vocabulary("teacher", teacher, tokenizer)
-    check_same_tokenizer(tokenizer, source, trust_remote_code=config.models.trust_remote_code)
     return teacher
 
 

@@ -52,7 +52,8 @@ def step_metrics(
         "update/count": update.updates,
         "update/skipped": update.skipped,
         **{f"{objective.metrics}/{name}": value for name, value in update.stats.as_dict().items()},
-        **signal_metrics(signal),
+        **signal_metrics(signal.of_spans or signal),
+        **span_metrics(scored),
         **evidence_metrics(scored.evidence, signal.mask, objective),
         **(scored.rewards.metrics(signal if objective.takes_reward else None) if scored.rewards else {}),
     }
@@ -71,6 +72,21 @@ def signal_metrics(signal: TrainingSignal) -> dict[str, Any]:
         "weights/min": float(weights.min()) if len(weights) else 0.0,
         "weights/max": float(weights.max()) if len(weights) else 0.0,
         **{f"position/{name}": curve.mean.tolist() for name, curve in curves.items() if curve is not None},
+    }
+
+
+def span_metrics(scored: ScoredStep) -> dict[str, float]:
+    """How the tokens of a step lie over those of a teacher with another tokenizer; nothing where there is none."""
+    evidence, of_batch = scored.evidence, scored.batch.spans
+    if evidence.spans is None or of_batch is None:
+        return {}
+    spans = algo.spans.Spans.of(evidence.spans, evidence.mask)
+    tokens = spans.sum(spans.tokens.double())[spans.mask]  # of each span
+    return {
+        "spans/count": int(spans.mask.sum()),
+        "spans/tokens": mean(tokens),
+        "spans/alone": float((tokens == 1).sum() / tokens.sum().clamp(min=1)),
+        "spans/unscored": int((of_batch == algo.spans.UNSCORED).sum()),
     }
 
 

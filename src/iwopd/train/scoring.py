@@ -112,20 +112,23 @@ def scored_rollouts(
         if objective.needs_whole_kl:
             more["kl"] = pair_kl(ours, parts.student_scorer.output_matrix(), theirs, parts.teacher_scorer.output_matrix())
         states = theirs.states if objective.needs_teacher_distribution else None
-        found.append(ScoredRollout(rollout, ours.logprobs, lp_t, lp_r, more, states))
+        found.append(ScoredRollout(rollout, ours.logprobs, lp_t, lp_r, more, states, theirs.spans))
     return found
 
 
 def evidence_of(batch: TokenBatch, *, mask: Tensor | None = None, progress: float | None = None) -> Evidence:
-    """A batch as formulas see it, [B, T]; `mask` leaves out tokens that do not teach."""
+    """A batch as formulas see it, [B, T]; `mask` leaves out tokens that do not teach, as do spans that nobody scored."""
 
     def padded(values: Tensor | None) -> Tensor | None:
         return None if values is None else batch.pad(values)
 
+    mask = batch.mask if mask is None else mask
+    spans = None if batch.spans is None else batch.pad(batch.spans + 1) - 1
     return Evidence(
         teacher_logprobs=batch.pad(batch.teacher_logprobs),
         old_logprobs=batch.pad(batch.old_logprobs),
-        mask=batch.mask if mask is None else mask,
+        mask=mask if spans is None else mask & (spans >= 0),
+        spans=spans,
         reference_logprobs=padded(batch.reference_logprobs),
         progress=progress,
         rollout_logprobs=padded(batch.rollout_logprobs),

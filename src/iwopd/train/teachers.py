@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from iwopd.config import Config, ConfigError, TeacherSource
 from iwopd.data.chat import Chat
-from iwopd.data.teacher_view import PromptTemplate, teacher_prompt
+from iwopd.data.teacher_view import PromptTemplate, foreign_prompt, teacher_prompt
+from iwopd.model_facts import context_length
+from iwopd.teacher.foreign import ForeignScorer, Reader
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.teacher.server import ServerScorer
+from iwopd.train.tokenizers import TEACHER, sections
 from iwopd.types import Prompt
 
-LocalTeacher = Callable[[str | None], Scorer]
-"""Loads the model of a local teacher; None is the default one."""
+LocalTeacher = Callable[[str | None, Any], Scorer]
+"""Loads the model of a local teacher, None is the default one; and the tokenizer whose ids it will be given."""
 
 
-def build_teacher(config: Config, tokenizer: Any, prompts: Sequence[Prompt], max_tokens: int, local: LocalTeacher) -> Scorer:
-    """The teacher of a run, its servers tried out on real prompts."""
-    sources: dict[str | None, TeacherSource] = {None: config.teacher}
-    sources.update(config.teacher.others)
-    router = RoutedScorer({name: _scorer(config, name, source, tokenizer, local) for name, source in sources.items()})
+def build_teacher(
+    config: Config,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    local: LocalTeacher,
+    foreign: Mapping[str, Any] | None = None,
+) -> Scorer:
+    """The teacher of a run, its servers tried out on real prompts; `foreign`: tokenizers that differ, by section."""
+    found: dict[str | None, Scorer] = {}
+    for section, source in sections(config).items():
+        name = None if section == TEACHER else section.removeprefix(f"{TEACHER}.others.")
+        found[name] = _scorer(config, name, source, tokenizer, local, (foreign or {}).get(section))
+    router = RoutedScorer(found)
     router.try_out(prompts, vocab_size=len(tokenizer), max_tokens=max_tokens, wanted=config.method.made.asks.teacher)
     return router if config.teacher.others else router.teachers[None]
 
@@ -52,13 +64,22 @@ def check_teacher_device(config: Config, ranks: int) -> None:
     )
 
 
-def _scorer(config: Config, name: str | None, source: TeacherSource, tokenizer: Any, local: LocalTeacher) -> Scorer:
+def _scorer(
+    config: Config, name: str | None, source: TeacherSource, tokenizer: Any, local: LocalTeacher, other: Any = None
+) -> Scorer:
+    """`other`: the teacher's own tokenizer, if its ids mean something else than the student's."""
     scorer: Scorer
     if source.urls:
         model = config.models.teacher if name is None else None
         scorer = ServerScorer(source, model=model, name=name or "teacher", notify=_notify(config))
     else:
-        scorer = local(getattr(source, "model", None))
+        scorer = local(getattr(source, "model", None), tokenizer if other is None else other)
+    if other is not None:
+        see = foreign_prompt(Chat(other), PromptTemplate(source.system, source.user))
+        reader = Reader(tokenizer, other, see, name=TEACHER if name is None else f"{TEACHER}.others.{name}")
+        rooms = [context_length(one.lm.model.config) for one in scorer.local(TEACHER).values()]
+        reader.room = min((room for room in rooms if room is not None), default=None)
+        return ForeignScorer(scorer, reader)
     if source.system is None and source.user is None:
         return scorer
     return PromptedScorer(scorer, teacher_prompt(Chat(tokenizer), PromptTemplate(source.system, source.user)))

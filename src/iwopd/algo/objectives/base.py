@@ -24,6 +24,7 @@ from iwopd.algo._checks import on_cpu
 from iwopd.algo.asking import Asked, Support, asked_for, further_evidence
 from iwopd.algo.evidence import FURTHER, TEACHER_DISTRIBUTION, WEIGHTS, Evidence, Formula
 from iwopd.algo.head import Precision
+from iwopd.algo.spans import Spans
 from iwopd.algo.views import NO_ID, TokenScores
 from iwopd.algo.weights import WEIGHT_RULES, WeightRule, rule_weights, supervised_mask
 
@@ -42,6 +43,9 @@ class TrainingSignal:
     """The direction of the update at ratio 1: the derivative of the objective by each log-prob, up to the denominator."""
     supervised: Tensor
     """Boolean: the tokens that the loss sums over and its denominator counts."""
+    of_spans: TrainingSignal | None = None
+    """The same by span [B, S], if the teacher has another tokenizer: every token of a span has the span's numbers, so
+    statistics are taken here, where each counts once."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,8 @@ class Objective(ABC):
     """Names of its statistics in `metrics.jsonl` begin with this."""
     takes_reward: ClassVar[bool] = False
     """It has an advantage to which `Evidence.reward_advantages` are added."""
+    takes_spans: ClassVar[bool] = False
+    """Its loss needs nothing of the teacher but the signal, so the teacher may have another tokenizer (`algo.spans`)."""
 
     weights: str = setting("uniform", "weight rule: see `iwopd methods`")
     params: Mapping[str, Any] = field(
@@ -250,7 +256,15 @@ class Objective(ABC):
 
     @torch.no_grad()
     def signal(self, evidence: Evidence) -> TrainingSignal:
-        """Weights and update direction of whole rollouts, before any split into micro-batches."""
+        """Weights and update direction of whole rollouts, before any split into micro-batches.
+
+        Under a teacher with another tokenizer the actions are spans, and every token of a span gets what the span gets.
+        """
+        if evidence.spans is not None:
+            spans = Spans.of(evidence.spans, evidence.mask)
+            found = self.signal(spans.compress(evidence))
+            numbers = (found.gap, found.weights, found.advantages, found.supervised)
+            return TrainingSignal(spans.tokens, *map(spans.expand, numbers), of_spans=found)
         weights = rule_weights(self.rule, evidence, self.params)
         supervised = supervised_mask(self.weights, evidence.mask, weights=weights, **self.params)
         direction = torch.where(supervised, self.direction(evidence, weights), 0.0)

@@ -28,6 +28,7 @@ class PolicyGradient(Objective):
     source: ClassVar[str] = "Eq. 67 (Appendix, Algorithm), with dual clip"
     metrics: ClassVar[str] = "policy"
     takes_reward: ClassVar[bool] = True
+    takes_spans: ClassVar[bool] = True
 
     advantage: str = setting("opd", "what A is: see `iwopd methods`")
     advantage_params: Mapping[str, Any] = field(default_factory=dict)

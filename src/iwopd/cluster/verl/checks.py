@@ -15,6 +15,7 @@ from iwopd.cluster.verl.fields import FIELDS
 from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.cluster.verl.translate import DEFAULT_TEACHER, places, prompt_tokens, response_tokens, translate
 from iwopd.config import Config, flatten
+from iwopd.config.engines import STUDENT
 from iwopd.models import ModelSource
 from iwopd.train.doctor import Finding
 from iwopd.train.doctor.case import open_case
@@ -62,7 +63,8 @@ def check_installed() -> None:
 
 def examine(config: Config, folder: Path) -> Iterator[Finding]:
     """What the doctor says without weights, but for the memory of this machine: tokenizers, templates, data, contexts."""
-    case = open_case(config, folder)
+    same = config.model_copy(update={"teacher": config.teacher.model_copy(update={"tokenizer": STUDENT})})
+    case = open_case(same, folder)  # verl's teacher gets the student's ids
     for check in (check_files, check_vocabularies, check_special_tokens, check_rows, check_template, check_data):
         yield from check(case)
     configs = {member.name: member.config for member in case.members.values() if member.config is not None}

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from iwopd.algo.objectives import Divergence
 from iwopd.cluster.verl.carrying import CARRIED, LIMITS
 from iwopd.config import Config, Reward
+from iwopd.config.engines import AUTO, STUDENT
 from iwopd.rollout.settings import ServerSettings
 
 Kind = Literal["mapped", "data", "launcher", "unused", "only"]
@@ -190,6 +191,10 @@ FIELDS: dict[str, Treatment] = {
     "teacher.request_timeout": _unused(_SERVER_SETTING),
     "teacher.patience": _unused(_SERVER_SETTING),
     "teacher.deadline": _unused(_SERVER_SETTING),
+    "teacher.tokenizer": _only(
+        lambda value, config: value in (AUTO, STUDENT),
+        "verl's teacher gets the student's ids: leave it out, or use the local engine for a teacher with another tokenizer",
+    ),
     "teacher.system": _only(None, "verl's teacher sees the student's prompt: leave it out, or use the local engine"),
     "teacher.user": _only(None, "verl's teacher sees the student's prompt: leave it out, or use the local engine"),
     "teacher.others": _mapped(f"{_TEACHER}, distillation.teacher_key; each with a model, without urls, system or user"),

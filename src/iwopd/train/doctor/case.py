@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from iwopd import tiny
 from iwopd.config import Config
+from iwopd.config.engines import AUTO, STUDENT
 from iwopd.errors import UserError
-from iwopd.models import ModelError, ModelSource, brings_tokenizer, load_configs, load_tokenizer
+from iwopd.models import ModelError, ModelSource, load_tokenizer
 from iwopd.tiny.world import max_response_tokens
 from iwopd.train.assembly import prompt_order
 from iwopd.train.loading import reference_source, source_of, world_recipe
+from iwopd.train.tokenizers import is_path, read_files
 from iwopd.types import Prompt
+from iwopd.vocabulary import compare_vocabularies
 
 WORLD_PROMPTS = 256
 """Prompts of an embedded world that are looked at."""
@@ -40,7 +43,7 @@ class Member:
     @property
     def unreachable(self) -> bool:
         """On a hub that did not answer, or behind a server: nothing can be said about it here."""
-        return bool(self.problem) and self.source is not None and (self.elsewhere or not _is_path(self.source.path))
+        return bool(self.problem) and self.source is not None and (self.elsewhere or not is_path(self.source.path))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +70,14 @@ class Case:
         """Behind a server it may be nothing but a name."""
         return self.members.get("teacher", Member("teacher", None, elsewhere=True))
 
+    @cached_property
+    def foreign(self) -> bool:
+        """Whether the teacher's ids mean something else than the student's: answers are then aligned by their text."""
+        ours = self.student.tokenizer if "student" in self.members else None
+        if ours is None or self.teacher.tokenizer is None or self.config.teacher.tokenizer == STUDENT:
+            return False
+        return not compare_vocabularies(ours, self.teacher.tokenizer).same
+
     @property
     def longest_prompt(self) -> int:
         return max((len(prompt.token_ids) for prompt in self.prompts), default=self.config.data.max_prompt_tokens)
@@ -84,6 +95,8 @@ def open_case(config: Config, folder: Path) -> Case:
         sources = {"student": source_of(config, "student"), "teacher": source_of(config, "teacher"), "reference": reference}
         trust, served = config.models.trust_remote_code, {"teacher"} if config.teacher.urls else set()
         members = {name: read_member(name, source, trust, name in served) for name, source in sources.items() if source}
+        if config.teacher.tokenizer not in (AUTO, STUDENT):
+            members["teacher"] = _with_tokenizer(members.get("teacher", Member("teacher", None, elsewhere=True)), config)
     limit = config.rollout.max_tokens or (max_response_tokens(recipe.operands) if recipe is not None else None)
     notes: list[str] = []
     prompts: Sequence[Prompt] = ()
@@ -104,26 +117,14 @@ def _fewer(config: Config) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"train_size": size})})
 
 
-def read_member(name: str, source: ModelSource, trust_remote_code: bool, elsewhere: bool) -> Member:
-    read = _read if _is_path(source.path) else _read_once
-    return Member(name, source, *read(source, trust_remote_code), elsewhere=elsewhere)
-
-
-def _read(source: ModelSource, trust_remote_code: bool) -> tuple[Any, Any, Any, str]:
-    """Tokenizer, config, generation config, and what went wrong."""
-    tokenizer = config = generation = None
+def _with_tokenizer(teacher: Member, config: Config) -> Member:
+    """The teacher with the tokenizer that the settings name."""
     try:
-        config, generation = load_configs(source, trust_remote_code=trust_remote_code)
-        if brings_tokenizer(source):
-            tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+        own = load_tokenizer(config.teacher.tokenizer, trust_remote_code=config.models.trust_remote_code)
     except ModelError as error:
-        return tokenizer, config, generation, str(error)
-    return tokenizer, config, generation, ""
+        return replace(teacher, problem=f"teacher.tokenizer: {error}")
+    return replace(teacher, tokenizer=own, problem="" if teacher.elsewhere else teacher.problem)
 
 
-_read_once = lru_cache(maxsize=64)(_read)
-"""For the hub: many recipes name the same few models, and a hub that does not answer takes its time."""
-
-
-def _is_path(path: str) -> bool:
-    return path.startswith(("/", ".", "~")) or path.count("/") != 1 or Path(path).exists()
+def read_member(name: str, source: ModelSource, trust_remote_code: bool, elsewhere: bool) -> Member:
+    return Member(name, source, *read_files(source, trust_remote_code), elsewhere=elsewhere)

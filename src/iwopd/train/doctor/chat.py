@@ -32,6 +32,16 @@ def check_template(case: Case) -> Iterator[Finding]:
         return
     yield from _thinking(student)
     theirs = None if teacher is None else _render(teacher)
+    if case.foreign:
+        if theirs is None:
+            yield failure(
+                "chat template",
+                "the teacher has another tokenizer and no chat template that renders a user message, so it cannot be asked",
+                "give its tokenizer one (chat_template.jinja beside its files), or choose a teacher that was trained on chats",
+            )
+        else:
+            yield passed("chat template", "student and teacher each see prompts in a format of their own")
+        return
     if theirs is None:
         lack = "tokenizer" if teacher is None else "chat template"
         message = f"the teacher has no {lack}: it sees the student's rendering"

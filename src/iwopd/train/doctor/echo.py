@@ -50,15 +50,16 @@ def check_echo(paths: Sequence[ScoringPath], own: dict[str, list[Tensor]], rollo
     """Score the rollouts through every path. `own` has the log-probs of the models that are here, by name."""
     known: dict[str, tuple[str, list[Tensor]]] = {name: ("its own logits", values) for name, values in own.items()}
     for path in paths:
-        scores = path.scorer.score(rollouts)
-        if (problem := _malformed(scores, rollouts)) is not None:
+        read = path.read(rollouts)
+        scores = path.scorer.score(read)
+        if (problem := _malformed(scores, read)) is not None:
             yield failure("echo", f"{path.name}: {problem}", _remedy(path))
             continue
         if path.model_name in known:
             against, expected = known[path.model_name]
             yield _compare(path, scores, against, expected)
         else:  # the first path to a model that is not here: the others are compared with it
-            yield _causal(path, scores, rollouts)
+            yield _causal(path, scores, read)
             known[path.model_name] = (path.name, scores)
 
 

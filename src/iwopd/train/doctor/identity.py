@@ -8,7 +8,8 @@ from typing import Any
 from iwopd.models import end_ids
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
-from iwopd.vocabulary import compare_vocabularies
+from iwopd.train.tokenizers import foreign_refuses
+from iwopd.vocabulary import Agreement, answer_end, compare_vocabularies, template_ending
 
 FAMILY = "choose a pair of one family: the teacher must read the ids that the student writes"
 OWN_ROWS = "resize the student's embeddings to its tokenizer, or use its own tokenizer"
@@ -45,6 +46,9 @@ def check_vocabularies(case: Case) -> Iterator[Finding]:
                 yield warning("vocabulary", message, f"put the tokenizer files of the {member.name} next to its weights")
             continue
         agreement = compare_vocabularies(ours, member.tokenizer)
+        if member.name == "teacher" and case.foreign:
+            yield from _aligned(case, agreement)
+            continue
         if not agreement.same:
             yield failure(
                 "vocabulary",
@@ -68,6 +72,18 @@ def check_vocabularies(case: Case) -> Iterator[Finding]:
         yield failure("vocabulary", message, "fill the gaps with unused tokens (tokenizer.add_tokens) and save it again")
 
 
+def _aligned(case: Case, agreement: Agreement) -> Iterator[Finding]:
+    """A teacher with another tokenizer: what happens, and what cannot be done with it."""
+    yield warning(
+        "vocabulary",
+        f"{agreement.example} {case.teacher.source or ''} ({len(agreement.wrong):,} of {agreement.ids:,} ids differ): their "
+        "tokenizers differ, so the teacher reads the answers' text in its own ids, and spans of text are scored instead of "
+        "tokens",
+        "nothing to do; a teacher of the student's family scores every token (teacher.tokenizer = 'student' insists on one)",
+    )
+    yield from (failure("vocabulary", *refused) for refused in foreign_refuses(case.config, ["teacher"]))
+
+
 def check_special_tokens(case: Case) -> Iterator[Finding]:
     """Answers end with a token that student, teacher and chat template agree on."""
     ours = case.student.tokenizer
@@ -88,7 +104,7 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
         message = f"id {beyond[0]:,} should end answers, but the tokenizer has {len(ours):,} ids: it can never be written"
         yield failure("stop ids", message, "correct eos_token_id in the student's generation_config.json")
     words = {stop: ours.convert_ids_to_tokens(stop) for stop in sorted(stops) if stop < len(ours)}
-    ending = _template_ending(ours)
+    ending = template_ending(ours)
     if ending is not None and ending not in stops:
         word = ours.convert_ids_to_tokens(ending)
         yield failure(
@@ -100,6 +116,15 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
         return
     teacher = case.teacher
     theirs = end_ids(teacher.tokenizer, teacher.generation) if teacher.tokenizer is not None else frozenset()
+    if case.foreign:
+        end = answer_end(teacher.tokenizer)
+        if end is None:
+            message = "the teacher's tokenizer has no end of an answer: nothing will be said of where the student's answers end"
+            yield warning("stop ids", message, "set eos_token in the tokenizer_config.json of the teacher")
+        else:
+            own = _words({end: teacher.tokenizer.convert_ids_to_tokens(end)})
+            yield passed("stop ids", f"answers end with {_words(words)}; the teacher reads {own} there")
+        return
     if theirs and not theirs & stops:
         other = {stop: teacher.tokenizer.convert_ids_to_tokens(stop) for stop in sorted(theirs)}
         yield failure(
@@ -123,28 +148,14 @@ def check_rows(case: Case) -> Iterator[Finding]:
         if rows is None:
             continue
         sizes.append(f"{member.name} {rows:,}")
-        if rows < len(ours):
-            message = f"the student's tokenizer has {len(ours):,} ids, the {member.name}'s output matrix {rows:,} rows"
+        own, whose = (member.tokenizer, "teacher") if member.name == "teacher" and case.foreign else (ours, "student")
+        if rows < len(own):
+            message = f"the {whose}'s tokenizer has {len(own):,} ids, the {member.name}'s output matrix {rows:,} rows"
             yield failure("output rows", message, FAMILY if member.name != "student" else OWN_ROWS)
             return
     if sizes:
         left_out = "those beyond the real ids are left out of sampling and of every softmax"
         yield passed("output rows", f"{len(ours):,} ids; rows: {', '.join(sizes)}, {left_out}")
-
-
-def _template_ending(tokenizer: Any) -> int | None:
-    """The id of the special token that the chat template puts after an answer; None if there is none."""
-    if not tokenizer.chat_template:
-        return None
-    messages = [{"role": "user", "content": "3+4"}, {"role": "assistant", "content": "7"}]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False))
-    except Exception:  # templates raise anything, for instance if they do not know the role
-        return None
-    after = text.rpartition("7")[2]
-    special = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    found = [(after.index(word), i) for word, i in special.items() if word in after]
-    return min(found)[1] if found else None
 
 
 def _words(words: dict[int, Any]) -> str:

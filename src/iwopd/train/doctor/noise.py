@@ -75,13 +75,15 @@ def measure_noise(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> 
         found: list[Side] = []
         first: dict[str, Tensor] = {}
         for path in scorer.paths(kind):
-            scores = _floored(path.scorer.score(rollouts))
-            found.append(_compared(scores, _alone(path, rollouts), ALONE))
+            read = path.read(rollouts)
+            scores = _floored(path.scorer.score(read))
+            found.append(_compared(scores, _alone(path, read), ALONE))
             if path.model_name in first:
                 found.append(_compared(scores, first[path.model_name], REPLICA))
             first.setdefault(path.model_name, scores)
             here = scorer.local(kind).get(path.model_name)
-            if here is not None and (exact := _exact(here.lm.model, rollouts, temperature, vocab_size)) is not None:
+            ids = vocab_size if path.reader is None else path.reader.ids
+            if here is not None and (exact := _exact(here.lm.model, read, temperature, ids)) is not None:
                 found.append(_compared(scores, exact, float32))
         return found
 
@@ -89,8 +91,23 @@ def measure_noise(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> 
     written = _floored(rollout.rollout_logprobs for rollout in rollouts)
     student = max([*side(parts.student_scorer, "student", STUDENT_FLOAT32), _compared(old, written, ENGINE)])
     teacher = max(side(parts.teacher_scorer, "teacher", TEACHER_FLOAT32))
-    gap = algo.mean_difference(_floored(parts.teacher_scorer.score(rollouts)), old)
+    if any(path.reader for path in parts.teacher_scorer.paths("teacher")):
+        gap = _span_gap(parts, rollouts)
+    else:
+        gap = algo.mean_difference(_floored(parts.teacher_scorer.score(rollouts)), old)
     return student, teacher, algo.NoiseFloor(student.difference, teacher.difference, gap)
+
+
+def _span_gap(parts: Parts, rollouts: Sequence[Rollout]) -> float:
+    """Mean |gap| of the spans that a teacher with another tokenizer scores."""
+    some = [rollout for rollout in rollouts if rollout.prompt.text or "messages" in rollout.prompt.metadata]
+    found: list[list[Tensor]] = [[], []]
+    for old, scores in zip(parts.student_scorer.score(some), parts.teacher_scorer.look(some), strict=True):
+        of_tokens = torch.arange(len(old)) if scores.spans is None else scores.spans
+        spans = algo.spans.Spans.of(of_tokens[None], of_tokens[None] >= 0)
+        for side, values in zip(found, (scores.logprobs, old), strict=True):
+            side.append(spans.sum(values[None])[spans.mask])
+    return algo.mean_difference(*map(_floored, found))
 
 
 def _alone(path: ScoringPath, rollouts: Sequence[Rollout]) -> Tensor:

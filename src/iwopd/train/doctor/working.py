@@ -9,7 +9,7 @@ from typing import Any
 from iwopd.config import Config
 from iwopd.lm import ResponseModel
 from iwopd.model_facts import output_rows
-from iwopd.teacher.scorer import Scorer
+from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.train.assembly import Parts
 from iwopd.train.doctor.echo import agreement, check_echo, own_logprobs
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
@@ -34,6 +34,10 @@ def _local(parts: Parts) -> dict[str, ResponseModel]:
 def _scorers(parts: Parts) -> dict[str, Scorer]:
     found: dict[str, Scorer] = {"student": parts.student_scorer, "teacher": parts.teacher_scorer}
     return found if parts.reference_scorer is None else {**found, "reference": parts.reference_scorer}
+
+
+def _paths(parts: Parts) -> list[ScoringPath]:
+    return [path for kind, scorer in _scorers(parts).items() for path in scorer.paths(kind)]
 
 
 def known_rollouts(config: Config, parts: Parts, step: int) -> list[Rollout]:
@@ -70,7 +74,8 @@ def check_masks(parts: Parts) -> Iterator[Finding]:
     local = _local(parts)
     users |= {f"scores of the {name}": lm.vocab_size for name, lm in local.items()}
     rows = ", ".join(f"{name} {output_rows(lm.model):,}" for name, lm in local.items())
-    if wrong := [name for name, size in users.items() if size != real]:
+    own = {path.model_name: path.reader.ids for path in _paths(parts) if path.reader is not None}
+    if wrong := [name for name, size in users.items() if size != own.get(name.removeprefix("scores of the "), real)]:
         yield failure(
             "masks",
             f"the {wrong[0]} counts {users[wrong[0]]} ids, the tokenizer has {real:,}",
@@ -126,7 +131,10 @@ def check_sampler(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> 
 
 def check_scorers(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
     """The echo test over every path of the run."""
-    temperature, vocab_size = config.rollout.temperature, len(parts.tokenizer)
-    own = {name: own_logprobs(lm.model, rollouts, temperature, vocab_size, lm.autocast) for name, lm in _local(parts).items()}
-    paths = [path for kind, scorer in _scorers(parts).items() for path in scorer.paths(kind)]
+    paths, local, own = _paths(parts), _local(parts), {}
+    for path in paths:
+        if (lm := local.get(path.model_name)) is not None:
+            ids = len(parts.tokenizer) if path.reader is None else path.reader.ids
+            read = path.read(rollouts)
+            own[path.model_name] = own_logprobs(lm.model, read, config.rollout.temperature, ids, lm.autocast)
     yield from check_echo(paths, own, rollouts)

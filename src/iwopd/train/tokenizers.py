@@ -1,0 +1,101 @@
+"""Which teachers have another tokenizer than the student, and what cannot be done with them; before any weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from iwopd.algo.evidence import FURTHER
+from iwopd.config import Config, TeacherSource
+from iwopd.config.engines import AUTO, STUDENT
+from iwopd.models import ModelError, ModelSource, brings_tokenizer, load_configs, load_tokenizer
+from iwopd.rollout.horizons import Horizon
+from iwopd.train.attention import Refused
+from iwopd.vocabulary import check_same_tokenizer, compare_vocabularies
+
+TEACHER = "teacher"
+WITHOUT_THE_TEACHER = {"student_entropy", "correct", "prompt"}
+"""Evidence beside log-probs that asks nothing of the teacher's distributions."""
+
+
+def sections(config: Config) -> dict[str, TeacherSource]:
+    """Every teacher by the name of its section."""
+    return {TEACHER: config.teacher, **{f"{TEACHER}.others.{name}": one for name, one in config.teacher.others.items()}}
+
+
+def foreign_tokenizers(config: Config, tokenizer: Any, teacher: ModelSource | None) -> dict[str, Any]:
+    """The tokenizers of teachers whose ids mean something else than the student's, by section; `teacher`: the first's model."""
+    found = {}
+    for section, source in sections(config).items():
+        model = teacher if section == TEACHER else _source(getattr(source, "model", None))
+        theirs = teacher_tokenizer(config, section, tokenizer, model)
+        if theirs is not None and not compare_vocabularies(tokenizer, theirs).same:
+            found[section] = theirs
+    return found
+
+
+def teacher_tokenizer(config: Config, section: str, tokenizer: Any, model: ModelSource | None) -> Any:
+    """The teacher's own, if it is to be compared and can be read; None: its ids are taken for the student's."""
+    setting, trust = sections(config)[section].tokenizer, config.models.trust_remote_code
+    if setting == STUDENT:
+        if model is not None and section != TEACHER:  # of the first one the doctor says it
+            check_same_tokenizer(tokenizer, model, trust_remote_code=trust)
+        return None
+    if setting != AUTO:
+        return load_tokenizer(setting, trust_remote_code=trust)
+    return None if model is None else read_files(model, trust)[0]
+
+
+def foreign_refuses(config: Config, foreign: Collection[str]) -> Iterator[Refused]:
+    """What a recipe asks for that a teacher with another tokenizer (by section) cannot give."""
+    if not foreign:
+        return
+    who = f"the {' and '.join(foreign)} {'has' if len(foreign) == 1 else 'have'} another tokenizer than the student"
+    made = config.method.made
+    remedy = "choose objective 'policy-gradient' with an advantage and weights of log-probs alone, or a teacher of one family"
+    apart = "distributions over the ids of two tokenizers cannot be compared"
+    if not made.takes_spans:
+        yield Refused(f"{who}, but the method ({made.who}) needs more of it than log-probs of a text: {apart}", remedy)
+    elif asked := sorted((made.needs & FURTHER.keys()) - WITHOUT_THE_TEACHER):
+        yield Refused(f"{who}, but the method ({made.who}) asks for {', '.join(asked)}: {apart}", remedy)
+    horizon: Horizon = config.rollout.horizon.made
+    if horizon.stops_online:
+        yield Refused(
+            f"{who}, and rollout.horizon.type = {config.rollout.horizon.type!r} lets it follow answers while they are written: "
+            "the tokens of an unfinished text are not those of the finished one",
+            "choose the horizon 'fixed' or 'growing'",
+        )
+
+
+def read_files(source: ModelSource, trust_remote_code: bool) -> tuple[Any, Any, Any, str]:
+    """Tokenizer, config and generation config of a model as far as they can be read, and what went wrong."""
+    return (_read if is_path(source.path) else _read_once)(source, trust_remote_code)
+
+
+def _read(source: ModelSource, trust_remote_code: bool) -> tuple[Any, Any, Any, str]:
+    tokenizer = config = generation = None
+    try:
+        config, generation = load_configs(source, trust_remote_code=trust_remote_code)
+        if brings_tokenizer(source):
+            tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    except ModelError as error:
+        return tokenizer, config, generation, str(error)
+    return tokenizer, config, generation, ""
+
+
+_read_once = lru_cache(maxsize=64)(_read)
+"""For the hub: many recipes name the same few models, and a hub that does not answer takes its time."""
+
+
+def is_path(path: str) -> bool:
+    return path.startswith(("/", ".", "~")) or path.count("/") != 1 or Path(path).exists()
+
+
+def _source(path: str | None) -> ModelSource | None:
+    return None if path is None else ModelSource.of(path)
+
+
+Foreign = Mapping[str, Any]
+"""Tokenizers by section of the teacher."""
