@@ -236,7 +236,7 @@ def test_a_good_server_passes_the_check() -> None:
     [
         ([], None, {"model": "another"}, "serves hostile, not 'another': say with teacher.name"),
         ([], None, {"longest": 1000}, "takes 1000 tokens"),
-        ([], {"id": "m", "vocab_size": 20}, {}, "has 20 ids, the student's tokenizer 21"),
+        ([], {"id": "m", "vocab_size": 20}, {}, "has 20 ids, the tokenizer that it is asked with 21"),
         (["400"], None, {}, "the largest id of the tokenizer that it is asked with, 20, cannot be scored"),
         (["honest", "honest", "shifted values"], None, {}, "its scores are shifted by a token"),
     ],

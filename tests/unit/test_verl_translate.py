@@ -150,6 +150,7 @@ OTHER: dict[str, Any] = {
     "teacher.patience": 3.0,
     "teacher.deadline": 3.0,
     "rollout.horizon.type": "drift",
+    "teacher.tokenizer": "org/another",
     "teacher.system": "You know better.",
     "teacher.user": "{prompt} ({answer})",
     "teacher.others": {"code": {"model": "org/coder"}},

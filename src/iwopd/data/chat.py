@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from iwopd.errors import UserError
@@ -45,6 +45,21 @@ class Chat:
         except Exception as error:  # templates raise anything
             raise ChatError(f"the chat template refuses it: {error}") from None
         return str(text) + self.prefill
+
+    def lead(self) -> str:
+        """Whitespace that the template writes between the generation prompt and an answer: such models begin with a space."""
+        question, answer = {"role": "user", "content": "3+4"}, {"role": "assistant", "content": "7"}
+        try:
+            before = replace(self, prefill="").text([question])
+            whole = str(
+                self.tokenizer.apply_chat_template(
+                    [question, answer], chat_template=self.template, tokenize=False, add_generation_prompt=False, **self.kwargs
+                )
+            )
+        except Exception:  # no template, or one that raises anything
+            return ""
+        found, seven, _ = whole.removeprefix(before).partition("7")
+        return found if seven and whole.startswith(before) and found.isspace() and not self.prefill else ""
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> Rendered:
         """Text and ids."""

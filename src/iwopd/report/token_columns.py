@@ -79,9 +79,10 @@ def pack_rollout(record: Mapping[str, Any], table: TokenTable) -> Packed | None:
     given = {name: values for name, key in COLUMNS.items() if isinstance(values := record.get(key), list)}
     columns = {name: _numbers(values) for name, values in given.items() if len(values) == len(tokens)}
     numbers = {name: column for name, column in columns.items() if column.ndim == 1}
-    gaps = numbers.get("gap", np.zeros(0))
+    spans = record.get("spans")
+    gaps = _once(numbers.get("gap", np.zeros(0)), spans)
     drifting = np.flatnonzero(gaps < DRIFT)
-    header = {key: _text(record.get(key)) for key in ("prompt", "answer")}
+    header = {**{key: _text(record.get(key)) for key in ("prompt", "answer")}, **({"spans": True} if spans else {})}
     places = np.array([table.place(*pair) for pair in zip(ids, tokens, strict=True)], dtype=np.int64)
     stored = {"token": places, **_differences({name: _quantised(column) for name, column in numbers.items()})}
     correct = record.get("correct")
@@ -99,6 +100,17 @@ def pack_rollout(record: Mapping[str, Any], table: TokenTable) -> Packed | None:
         columns=tuple(stored),
         blob=squeeze(_joined(header, stored)),
     )
+
+
+def _once(gaps: Floats, spans: Any) -> Floats:
+    """The gaps of a teacher with another tokenizer, each on the last token of its span only: NaN elsewhere."""
+    if not isinstance(spans, list) or len(spans) != len(gaps):
+        return gaps
+    last = {span: place for place, span in enumerate(spans) if isinstance(span, int) and span >= 0}
+    counted = np.full_like(gaps, np.nan)
+    places = list(last.values())
+    counted[places] = gaps[places]
+    return counted
 
 
 def squeeze(data: bytes) -> str:

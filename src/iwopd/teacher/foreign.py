@@ -17,7 +17,7 @@ from torch import Tensor
 from iwopd.algo.spans import UNSCORED, cut_spans
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.teacher.errors import TeacherError
-from iwopd.teacher.retokenizing import Retokenizer
+from iwopd.teacher.retokenizing import Retokenizer, Unit
 from iwopd.teacher.scorer import HasModel, Scorer, ScoringPath
 from iwopd.types import Prompt, Rollout
 from iwopd.vocabulary import Vocabulary, answer_end, special_ids
@@ -91,9 +91,21 @@ class Coverage:
 class Reader:
     """Rollouts of a student as a teacher with another tokenizer reads them."""
 
-    def __init__(self, student: Any, teacher: Any, see: Callable[[Prompt], Prompt], *, name: str = "teacher") -> None:
-        """Two tokenizers; `see` makes the teacher's prompt, with its text and ids, of the student's."""
+    def __init__(
+        self,
+        student: Any,
+        teacher: Any,
+        see: Callable[[Prompt], Prompt],
+        *,
+        leads: tuple[str, str] = ("", ""),
+        name: str = "teacher",
+    ) -> None:
+        """Two tokenizers; `see` makes the teacher's prompt, with its text and ids, of the student's.
+
+        `leads`: with what white space the answers of each begin by its chat template (`data.chat.Chat.lead`).
+        """
         self.student, self.see, self.name = student, see, name
+        self.leads = leads[0].encode(), leads[1].encode()
         self.vocabulary = Vocabulary.of(student)
         self.writer = Retokenizer(teacher)
         self.end = answer_end(teacher)
@@ -136,6 +148,9 @@ class Reader:
         pieces = [self.vocabulary.pieces.get(i) for i in written]
         data = b"".join(piece for piece in pieces if piece is not None)
         front = self._front(after, data)
+        natural = before is not None and len(data) > front and data.startswith(self.leads[0], front)
+        own, theirs_lead = self.leads if natural else (b"", b"")
+        front += len(own)
         data = data[front:]
         lengths = []
         for piece in pieces:
@@ -143,7 +158,7 @@ class Reader:
                 hidden = min(front, len(piece))
                 lengths.append(len(piece) - hidden)
                 front -= hidden
-        units = self.writer.units(data, None if before is None else before.text)
+        units = _without(len(theirs_lead), self.writer.units(theirs_lead + data, None if before is None else before.text))
         ours, theirs = cut_spans(lengths, [unit.length for unit in units])
         teacher_ids = [i for unit in units for i in unit.ids]
         of_ids = [span for unit, span in zip(units, theirs, strict=True) for _ in unit.ids]
@@ -258,6 +273,16 @@ class ForeignScorer(Scorer):
             )
         self.scorer.try_out(seen, vocab_size=self.reader.ids, max_tokens=most)
         self.reader.room = self.reader.room or getattr(self.scorer, "room", None)
+
+
+def _without(front: int, units: list[Unit]) -> list[Unit]:
+    """The same with so many bytes less at the beginning: they are read, but are no part of what was written."""
+    found = []
+    for unit in units:
+        hidden = min(front, unit.length)
+        found.append(replace(unit, length=unit.length - hidden))
+        front -= hidden
+    return found
 
 
 def _as_rollout(rollout: Rollout, prompt: Prompt, reading: Reading) -> Rollout:

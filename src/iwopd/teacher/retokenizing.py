@@ -121,7 +121,8 @@ class Retokenizer:
         found: list[Unit] = []
         for start, end, together in groups:
             data = text[start:end].encode()
-            found += self._exact(together, data) or [Unit(tuple(together), len(data), exact=False)]
+            context = tuple(i for i in together if i in self.vocabulary.pieces)  # never a special token for a text
+            found += self._exact(together, data) or [Unit(context, len(data), exact=False)]
         rest = text[groups[-1][1] if groups else 0 :].encode()
         return [*found, *([Unit((), len(rest), exact=False)] if rest else [])]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ from iwopd.train.micro_batch import Distributions
 from iwopd.train.ranks import Ranks, launched
 from iwopd.train.reward import Rewards, reward_refuses
 from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
-from iwopd.train.tokenizers import TEACHER, Foreign, foreign_refuses, foreign_tokenizers
+from iwopd.train.tokenizers import TEACHER, Foreign, foreign_refuses, foreign_tokenizers, token_ratio
 from iwopd.types import Prompt
 from iwopd.vocabulary import check_vocabulary
 
@@ -132,14 +133,15 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     longest = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
     ranks = Ranks()
 
-    def scorer(model: Any, ids: int = vocab_size, **options: Any) -> LocalScorer:
-        fix_rope(model, longest)
+    def scorer(model: Any, ids: int = vocab_size, length: int = longest, **options: Any) -> LocalScorer:
+        fix_rope(model, length)
         shared: dict[str, Any] = {"temperature": config.rollout.temperature, "head_precision": config.head_products}
         return LocalScorer(model, vocab_size=ids, **shared, **options)
 
     def local_teacher(source: str | None, own: Any) -> LocalScorer:
         """`own`: the tokenizer whose ids it reads."""
-        return scorer(teacher if source is None else _other_teacher(config, source, own, accelerator.device), len(own))
+        model = teacher if source is None else _other_teacher(config, source, own, accelerator.device)
+        return scorer(model, len(own), longest if own is tokenizer else math.ceil(longest * token_ratio(own, order.prompts)))
 
     student_scorer = scorer(student, autocast=accelerator.autocast)
     teacher_scorer = build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher, foreign)

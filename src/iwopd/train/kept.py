@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from iwopd.algo.spans import UNSCORED
+from iwopd.algo.views import TokenScores
 from iwopd.config import Config
 from iwopd.eval.runner import Evaluation
 from iwopd.train.assembly import Parts
@@ -58,13 +60,34 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
             "teacher_logprobs": _rounded(teacher[row].logprobs),
             "gap": _rounded(signal.gap[row, :length]),
             "weights": _rounded(signal.weights[row, :length]),
+            **_by_span(teacher[row], signal.gap[row, :length]),
             **({} if divergence is None else {"kl": _rounded(divergence[row])}),
         }
 
 
+def _by_span(teacher: TokenScores, gap: Tensor) -> dict[str, list[Any]]:
+    """Of a teacher with another tokenizer: each token's span, and numbers only where there are some.
+
+    A span's log-prob stands on its last token, its gap on all of them; a token without a span has neither.
+    """
+    if teacher.spans is None:
+        return {}
+    spans = teacher.spans.tolist()
+    last = {span: place for place, span in enumerate(spans)}
+    logprobs = zip(spans, _rounded(teacher.logprobs), strict=True)
+    return {
+        "spans": spans,
+        "teacher_logprobs": [
+            value if span != UNSCORED and last[span] == place else None for place, (span, value) in enumerate(logprobs)
+        ],
+        "gap": [None if span == UNSCORED else value for span, value in zip(spans, _rounded(gap), strict=True)],
+    }
+
+
 def dump_skipped(folder: Path, batch: TokenBatch, columns: dict[str, Tensor], step: int) -> None:
     """Keep the batch of a skipped update: ids and lengths, and what the loss received of each token."""
-    names = ("prompt_ids", "prompt_lengths", "response_ids", "lengths", "old_logprobs", "teacher_logprobs")
+    names = ["prompt_ids", "prompt_lengths", "response_ids", "lengths", "old_logprobs", "teacher_logprobs"]
+    names += ["spans"] if batch.spans is not None else []
     tensors = {**{name: getattr(batch, name) for name in names}, **columns}
     tensors.pop(STATES, None)  # large, and the teacher can make them again
     save_file({name: values.contiguous() for name, values in tensors.items()}, folder / f"skipped-step-{step:06d}.safetensors")

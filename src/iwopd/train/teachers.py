@@ -75,8 +75,9 @@ def _scorer(
     else:
         scorer = local(getattr(source, "model", None), tokenizer if other is None else other)
     if other is not None:
-        see = foreign_prompt(Chat(other), PromptTemplate(source.system, source.user))
-        reader = Reader(tokenizer, other, see, name=TEACHER if name is None else f"{TEACHER}.others.{name}")
+        chat, section = Chat(other), TEACHER if name is None else f"{TEACHER}.others.{name}"
+        see = foreign_prompt(chat, PromptTemplate(source.system, source.user))
+        reader = Reader(tokenizer, other, see, leads=(Chat(tokenizer).lead(), chat.lead()), name=section)
         rooms = [context_length(one.lm.model.config) for one in scorer.local(TEACHER).values()]
         reader.room = min((room for room in rooms if room is not None), default=None)
         return ForeignScorer(scorer, reader)

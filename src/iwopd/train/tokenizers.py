@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,12 @@ from iwopd.config.engines import AUTO, STUDENT
 from iwopd.models import ModelError, ModelSource, brings_tokenizer, load_configs, load_tokenizer
 from iwopd.rollout.horizons import Horizon
 from iwopd.train.attention import Refused
+from iwopd.types import Prompt
 from iwopd.vocabulary import check_same_tokenizer, compare_vocabularies
 
 TEACHER = "teacher"
+RATIO_OF = 64
+"""Prompts on which the lengths of two tokenizers are compared."""
 WITHOUT_THE_TEACHER = {"student_entropy", "correct", "prompt"}
 """Evidence beside log-probs that asks nothing of the teacher's distributions."""
 
@@ -67,6 +70,13 @@ def foreign_refuses(config: Config, foreign: Collection[str]) -> Iterator[Refuse
             "the tokens of an unfinished text are not those of the finished one",
             "choose the horizon 'fixed' or 'growing'",
         )
+
+
+def token_ratio(tokenizer: Any, prompts: Sequence[Prompt]) -> float:
+    """So many tokens of this tokenizer for one of the student's, on the text of some prompts; at least 1."""
+    some = prompts[:RATIO_OF]
+    theirs = sum(len(tokenizer(prompt.text, add_special_tokens=False)["input_ids"]) for prompt in some)
+    return max(1.0, theirs / max(1, sum(len(prompt.token_ids) for prompt in some)))
 
 
 def read_files(source: ModelSource, trust_remote_code: bool) -> tuple[Any, Any, Any, str]:

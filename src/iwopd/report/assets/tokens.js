@@ -270,8 +270,9 @@ if (document.getElementById("token-view")) {
       table.append(line);
     };
     if (student) row("student", chance(student[i]), long(student[i]));
-    if (teacher) row("teacher", Number.isFinite(teacher[i]) ? chance(teacher[i]) : "impossible", long(teacher[i]));
-    if (gap) row("gap", "", long(gap[i]));
+    const silent = chosen.spans ? "with its span" : "impossible";
+    if (teacher) row(chosen.spans ? "teacher, span" : "teacher", Number.isFinite(teacher[i]) ? chance(teacher[i]) : silent, long(teacher[i]));
+    if (gap) row(chosen.spans ? "gap of the span" : "gap", "", long(gap[i]));
     if (weight) row("weight", "", long(weight[i]));
     if (kl) row("KL", "", long(kl[i]));
     tip.replaceChildren(head, table);
