@@ -30,7 +30,7 @@ def trained(family: Family, size: int = 400, texts: tuple[str, ...] = TEXTS, end
     raw = _byte_level(special, size, texts) if family == "byte-level" else _sentencepiece(family, special, size, texts)
     roles = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}" + end + "{% endfor %}"
     template = roles + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=raw, unk_token="<unk>", pad_token="<pad>", eos_token=end, chat_template=template
     )
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in special[3:]])

@@ -55,19 +55,23 @@ class Vocabulary:
         return {piece[0]: i for i, piece in self.pieces.items() if len(piece) == 1}
 
 
-def answer_end(tokenizer: Any) -> int | None:
+def answer_end(tokenizer: Any, template: str | None = None, kwargs: Mapping[str, Any] | None = None) -> int | None:
     """The id with which an answer ends: what the chat template writes after one, or the end-of-sequence token."""
-    ending = template_ending(tokenizer)
+    ending = template_ending(tokenizer, template, kwargs)
     return ending if ending is not None or tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
 
 
-def template_ending(tokenizer: Any) -> int | None:
-    """The id of the special token that the chat template puts after an answer; None if there is none."""
-    if not tokenizer.chat_template:
+def template_ending(tokenizer: Any, template: str | None = None, kwargs: Mapping[str, Any] | None = None) -> int | None:
+    """The id of the special token that the chat template puts after an answer; None if there is none.
+
+    `template` is Jinja text instead of the tokenizer's own, `kwargs` what it is given by name (as `data.chat.Chat` has them).
+    """
+    if not (template or tokenizer.chat_template):
         return None
+    given = {"enable_thinking": False} if kwargs is None else dict(kwargs)
     messages = [{"role": "user", "content": "3+4"}, {"role": "assistant", "content": "7"}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=False))
+        text = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **given))
     except Exception:  # templates raise anything, for instance if they do not know the role
         return None
     after = text.rpartition("7")[2]

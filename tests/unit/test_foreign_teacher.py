@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -79,18 +80,18 @@ def rollout(tokenizer: Any, ids: list[int], *, ended: bool = False) -> Rollout:
 
 
 def check_spans(found: Reading, ids: list[int], ours: Vocabulary, theirs: Vocabulary) -> None:
-    """Both sides of every span have the same bytes; a space of a tokenizer's own can only stand in front of the first."""
+    """Both sides of every span have the same bytes; a tokenizer may put a space of its own before a text or after <think>."""
     for span in range(max(found.student, default=-1) + 1):
         written = b"".join(ours.pieces[i] for i, one in zip(ids, found.student, strict=True) if one == span)
         read = b"".join(theirs.pieces[i] for i, one in zip(found.ids, found.teacher, strict=True) if one == span)
         if written != read:
-            assert span == 0
-            assert written == b" " + read or read == b" " + written
+            assert abs(len(written) - len(read)) == 1
+            assert written.strip(b" ") == read.strip(b" ")
 
 
 @pytest.mark.parametrize("theirs", FAMILIES)
 @pytest.mark.parametrize("ours", FAMILIES)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(letters=st.lists(LETTERS, max_size=14), cut=st.integers(0, 3), ended=st.booleans())
 def test_spans_are_the_text_byte_for_byte(ours: Family, theirs: Family, letters: list[str], cut: int, ended: bool) -> None:
     """Whatever is written, and wherever it is cut off, also in the middle of a character."""
@@ -100,12 +101,17 @@ def test_spans_are_the_text_byte_for_byte(ours: Family, theirs: Family, letters:
     found = kept(ours, theirs).read(rollout(one, ids, ended=ended))[1]
     text = b"".join(vocabulary(one).pieces.get(i, b"") for i in ids)
     assert found.lost == 0  # every family here has a token for every byte
-    assert len(text) - found.bytes in (0, 1)
     last = [other.eos_token_id] if ended else []
     assert list(found.ids[len(found.ids) - len(last) :]) == last
     read = b"".join(vocabulary(other).pieces[i] for i in found.ids[: len(found.ids) - len(last)])
-    real = text[len(text) - found.bytes :]
-    assert read in (real, b" " + real)
+    wanted = "".join(letters).encode()
+    if ours == "sentencepiece-unigram":  # which writes one space for one or none
+        wanted = re.sub(b"(^|<think>) ", rb"\1", wanted)
+    assert cut or found.bytes == len(wanted)
+    assert len(text) >= found.bytes
+    if not cut:
+        plain, real = (re.sub(b"(^|<think>) ", rb"\1", some) for some in (read, wanted))
+        assert plain in (real, wanted)
     if ended:
         assert found.student[-1] == found.teacher[-1] == max(found.student)
     check_spans(found, ids + [one.eos_token_id] * ended, _with_end(one), _with_end(other))
@@ -127,7 +133,7 @@ def model(tokenizer: Any, key: str) -> LocalScorer:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("byte-level", "sentencepiece-bpe"), ("sentencepiece-unigram", "byte-level")])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(letters=st.lists(LETTERS, min_size=1, max_size=14), ended=st.booleans())
 def test_the_gaps_of_spans_sum_up_to_the_difference_of_both_log_probs_of_the_text(
     ours: Family, theirs: Family, letters: list[str], ended: bool
@@ -156,6 +162,9 @@ def test_ids_that_are_special_are_no_text_and_added_tokens_are() -> None:
     assert user in special_ids(one)
     assert user not in found.pieces
     assert answer_end(one) == one.eos_token_id
+    other_end = "{% for m in messages %}{{ m['content'] }}<|user|>{% endfor %}"
+    assert answer_end(one, other_end, {}) == user
+    assert reader(one, one).end == one.eos_token_id
     one = byte_tokenizer(chat=False)
     assert answer_end(one) == 1
 

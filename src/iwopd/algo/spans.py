@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,5 +101,5 @@ class Spans:
         for name, values in found.items():
             if values is not None and name not in changed and name not in kept:
                 raise ValueError(f"{name} compares distributions over the ids of two tokenizers, which have none in common")
-        summed = {name: change(found[name]) for name, change in changed.items() if found[name] is not None}
+        summed: dict[str, Any] = {name: change(found[name]) for name, change in changed.items() if found[name] is not None}
         return replace(evidence, mask=self.mask, spans=None, **summed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Coverage:
     """How the tokens of two tokenizers lie over one another, on some texts."""
 
     tokens: int
-    """The student's that are text."""
+    """Of the student."""
     teacher_tokens: int
     spans: int
     alone: int
@@ -98,17 +99,19 @@ class Reader:
         see: Callable[[Prompt], Prompt],
         *,
         leads: tuple[str, str] = ("", ""),
+        end: int | None = None,
         name: str = "teacher",
     ) -> None:
         """Two tokenizers; `see` makes the teacher's prompt, with its text and ids, of the student's.
 
-        `leads`: with what white space the answers of each begin by its chat template (`data.chat.Chat.lead`).
+        `leads`: with what white space the answers of each begin by its chat template (`data.chat.Chat.lead`); `end`: with
+        which id the teacher's answers end, if not as its own template says.
         """
         self.student, self.see, self.name = student, see, name
         self.leads = leads[0].encode(), leads[1].encode()
         self.vocabulary = Vocabulary.of(student)
         self.writer = Retokenizer(teacher)
-        self.end = answer_end(teacher)
+        self.end = answer_end(teacher) if end is None else end
         self.ids = len(teacher)
         """Of the teacher's tokenizer."""
         self.room: int | None = None
@@ -145,7 +148,7 @@ class Reader:
         said of them, and the teacher reads the text without them.
         """
         written = ids[:-1] if ended else ids
-        pieces = [self.vocabulary.pieces.get(i) for i in written]
+        pieces = self._pieces(written)
         data = b"".join(piece for piece in pieces if piece is not None)
         front = self._front(after, data)
         natural = before is not None and len(data) > front and data.startswith(self.leads[0], front)
@@ -181,6 +184,27 @@ class Reader:
             len(data),
             sum(unit.length for unit in units if not unit.exact),
         )
+
+    def _pieces(self, ids: Sequence[int]) -> list[bytes | None]:
+        """What each id writes; None: nothing, it is special. A space that the tokenizer puts after added tokens is no text."""
+        found = [self.vocabulary.pieces.get(i) for i in ids]
+        for place in range(1, len(found)) if self._spaces_after_added else ():
+            piece = found[place]
+            if ids[place - 1] in self._added and piece is not None and piece[:1] == b" ":
+                found[place] = piece[1:]
+        return found
+
+    @cached_property
+    def _spaces_after_added(self) -> bool:
+        name = next((str(token) for token in getattr(self.student, "added_tokens_decoder", {}).values()), None)
+        if name is None or not self.vocabulary.marks_spaces:
+            return False
+        rest = self._student_ids(name + "a")[1:]
+        return b"".join(self.vocabulary.pieces.get(i, b"") for i in rest) == b" a"
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(map(int, getattr(self.student, "added_tokens_decoder", {})))
 
     def _front(self, prompt: Prompt | None, data: bytes) -> int:
         """Bytes at the beginning that only the student's tokenizer sees: a space that it puts before every text."""

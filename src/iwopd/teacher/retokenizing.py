@@ -38,6 +38,7 @@ class Retokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.vocabulary = tokenizer, Vocabulary.of(tokenizer)
         names = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added = frozenset(map(int, names))
         self._special = tuple(str(names[i]) for i in special_ids(tokenizer) if i in names)
         self._encodable: dict[str, bool] = {}
         self._lock = threading.Lock()  # how a fast tokenizer treats special tokens is a switch of the tokenizer
@@ -96,18 +97,35 @@ class Retokenizer:
         return [int(i) for i in found["input_ids"]], [tuple(pair) for pair in found["offset_mapping"]] if fast else None
 
     def _exact(self, ids: Sequence[int], data: bytes) -> list[Unit] | None:
-        """The ids one by one, if they write the text, or the text after a space of the tokenizer's own."""
-        pieces = [self.vocabulary.pieces.get(i) for i in ids]
-        known = [piece for piece in pieces if piece is not None]
-        if len(known) < len(ids):
-            return None
-        written = b"".join(known)
-        units = [Unit((i,), len(piece)) for i, piece in zip(ids, known, strict=True)]
-        if written == data:
-            return units
-        if self.vocabulary.marks_spaces and units and written == b" " + data:
-            return [replace(units[0], length=units[0].length - 1), *units[1:]]
-        return None
+        """The ids one by one, if they write the text.
+
+        Some tokenizers put a space of their own before a text, and again after every added token: it has no bytes.
+        """
+        units: list[Unit] = []
+        place = 0
+        for segment in self._segments(ids):
+            pieces = [self.vocabulary.pieces[i] for i in segment if i in self.vocabulary.pieces]
+            written = b"".join(pieces)
+            if len(pieces) < len(segment):
+                return None
+            here = [Unit((i,), len(piece)) for i, piece in zip(segment, pieces, strict=True)]
+            if not data.startswith(written, place):
+                if not (self.vocabulary.marks_spaces and written[:1] == b" " and data.startswith(written[1:], place)):
+                    return None
+                here[0] = replace(here[0], length=here[0].length - 1)
+            units += here
+            place += sum(unit.length for unit in here)
+        return units if place == len(data) else None
+
+    def _segments(self, ids: Sequence[int]) -> list[list[int]]:
+        """Added tokens by themselves, and what stands between them: each is tokenised as a text of its own."""
+        found: list[list[int]] = []
+        for i in ids:
+            if found and i not in self._added and found[-1][-1] not in self._added:
+                found[-1].append(i)
+            else:
+                found.append([i])
+        return found
 
     def _by_offsets(self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str) -> list[Unit]:
         """Stretch by stretch: where ids write the characters that they stand for, they count; elsewhere they do not."""

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from iwopd.config import Config
+from iwopd.data.chat import ChatError
 from iwopd.eval.runner import evaluate
 from iwopd.eval.task import Task
 from iwopd.runs.directory import RunDirectory
@@ -43,7 +44,7 @@ def _evaluate(task: Task, config: Config, parts: Parts, run: RunDirectory, track
         try:
             for record in kept_rollouts(config, parts, evaluation, step):
                 run.append("rollouts.jsonl", record)
-        except TeacherGoneError as error:  # the evaluation itself needs no teacher; the next step will find out
+        except (TeacherGoneError, ChatError) as error:  # the evaluation itself needs no teacher; nor its template
             tracker.say(f"step {step}: no rollouts of {task.name} are kept, {error}")
     return evaluation.result.mean
 

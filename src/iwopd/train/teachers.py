@@ -18,6 +18,7 @@ from iwopd.teacher.scorer import Scorer
 from iwopd.teacher.server import ServerScorer
 from iwopd.train.tokenizers import TEACHER, sections
 from iwopd.types import Prompt
+from iwopd.vocabulary import answer_end
 
 LocalTeacher = Callable[[str | None, Any], Scorer]
 """Loads the model of a local teacher, None is the default one; and the tokenizer whose ids it will be given."""
@@ -39,6 +40,14 @@ def build_teacher(
     router = RoutedScorer(found)
     router.try_out(prompts, vocab_size=len(tokenizer), max_tokens=max_tokens, wanted=config.method.made.asks.teacher)
     return router if config.teacher.others else router.teachers[None]
+
+
+def foreign_reader(source: TeacherSource, tokenizer: Any, other: Any, section: str = TEACHER) -> Reader:
+    """Who reads the student's answers to a teacher with the tokenizer `other`, as the settings of its section say."""
+    chat = Chat(other)
+    see = foreign_prompt(chat, PromptTemplate(source.system, source.user))
+    leads, end = (Chat(tokenizer).lead(), chat.lead()), answer_end(other, chat.template, chat.kwargs)
+    return Reader(tokenizer, other, see, leads=leads, end=end, name=section)
 
 
 def scores_early(config: Config) -> bool:
@@ -75,9 +84,7 @@ def _scorer(
     else:
         scorer = local(getattr(source, "model", None), tokenizer if other is None else other)
     if other is not None:
-        chat, section = Chat(other), TEACHER if name is None else f"{TEACHER}.others.{name}"
-        see = foreign_prompt(chat, PromptTemplate(source.system, source.user))
-        reader = Reader(tokenizer, other, see, leads=(Chat(tokenizer).lead(), chat.lead()), name=section)
+        reader = foreign_reader(source, tokenizer, other, TEACHER if name is None else f"{TEACHER}.others.{name}")
         rooms = [context_length(one.lm.model.config) for one in scorer.local(TEACHER).values()]
         reader.room = min((room for room in rooms if room is not None), default=None)
         return ForeignScorer(scorer, reader)

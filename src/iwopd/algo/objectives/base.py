@@ -263,8 +263,10 @@ class Objective(ABC):
         if evidence.spans is not None:
             spans = Spans.of(evidence.spans, evidence.mask)
             found = self.signal(spans.compress(evidence))
-            numbers = (found.gap, found.weights, found.advantages, found.supervised)
-            return TrainingSignal(spans.tokens, *map(spans.expand, numbers), of_spans=found)
+            gap, weights, advantages, supervised = map(
+                spans.expand, (found.gap, found.weights, found.advantages, found.supervised)
+            )
+            return TrainingSignal(spans.tokens, gap, weights, advantages, supervised, of_spans=found)
         weights = rule_weights(self.rule, evidence, self.params)
         supervised = supervised_mask(self.weights, evidence.mask, weights=weights, **self.params)
         direction = torch.where(supervised, self.direction(evidence, weights), 0.0)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from iwopd.data.chat import Chat, ChatError
-from iwopd.data.teacher_view import PromptTemplate, foreign_prompt
+from iwopd.data.chat import ChatError
 from iwopd.teacher.foreign import LEAST_KNOWN, MEASURED, Coverage, Reader
 from iwopd.train.assembly import Parts
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
+from iwopd.train.teachers import foreign_reader
 from iwopd.types import Prompt, Rollout
 
 MOST_TOKENS = 3.0
@@ -31,9 +31,7 @@ def check_spans(case: Case) -> Iterator[Finding]:
     """On the prompts: spans, and both renderings of the first one."""
     if not case.foreign:
         return
-    teacher = case.config.teacher
-    chat = Chat(case.teacher.tokenizer)
-    reader = Reader(case.student.tokenizer, chat.tokenizer, foreign_prompt(chat, PromptTemplate(teacher.system, teacher.user)))
+    reader = foreign_reader(case.config.teacher, case.student.tokenizer, case.teacher.tokenizer)
     texts = [_content(prompt) for prompt in case.prompts[:MEASURED]]
     if any(texts):
         yield _verdict(reader.measure_texts([text for text in texts if text]), f"on the text of {len(texts)} prompts")
