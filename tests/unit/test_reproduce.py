@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Probe, Rollouts
-from iwopd.analysis.reproduce import horizons
+from iwopd.analysis.reproduce import horizons, tokenizers
 from iwopd.analysis.reproduce.items import ITEMS
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import markdown
@@ -155,6 +155,24 @@ def test_fewer_than_four_lineages_give_no_verdict(runs: Runs) -> None:
         assert ("established" in words) == (count == 4)
         assert f"over {count} lineages" in words
     assert horizons.halfway(replace(runs, steps=30)).steps == 10  # evaluations are every ten
+
+
+def test_another_tokenizer_is_judged_by_lineages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar: an interval that is not all below zero, and less than three points lost. Below four lineages nobody judges."""
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(tokenizers, "teacher_accuracy", lambda _, one, lineage: asked.append((one.title, lineage)) or 99.0)
+    words = {}
+    for count, accuracy in ((4, 0.5), (4, 0.4), (2, 0.5)):
+        runs = Runs(tmp_path / f"{count}-{accuracy}", lineages=range(count), seeds=(0, 1), problems=PROBLEMS)
+        write_run(runs, OPD, 0.5)
+        write_run(runs, tokenizers.FOREIGN, accuracy)
+        words[count, accuracy] = ITEMS["tokenizers"].section(runs, {}).words[-1]
+    assert "at step 40: +0.0" in words[4, 0.5]
+    assert "bar (interval not below zero, mean loss below 3 points) met; the interval excludes" in words[4, 0.5]
+    assert "-10.0" in words[4, 0.4]
+    assert "missed; the interval does not exclude" in words[4, 0.4]
+    assert "too few to tell" in words[2, 0.5]
+    assert asked[:4] == [("OPD", lineage) for lineage in range(4)]
 
 
 def test_figures_show_the_tables_numbers(runs: Runs, tmp_path: Path) -> None:

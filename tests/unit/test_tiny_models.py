@@ -11,8 +11,8 @@ import torch
 
 from iwopd.tiny import task
 from iwopd.tiny.architecture import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, ModelSize, Stage, new_model
-from iwopd.tiny.pretrain import solution_loss, training_batches
-from iwopd.tiny.tokenizer import build_tokenizer
+from iwopd.tiny.pretrain import IGNORED, solution_loss, training_batches
+from iwopd.tiny.tokenizer import PIECES, TOKENIZERS, build_tokenizer
 from iwopd.tiny.world import WORLDS, world_recipe
 
 
@@ -63,10 +63,10 @@ def test_cosine_falls_from_the_full_rate_to_nothing() -> None:
 def test_a_stage_begins_with_its_shorter_expressions() -> None:
     stage = Stage(10, 8, 1.0, shorter=((3, 4), (2, 6)))
     assert [stage.operands_at(step) for step in range(10)] == [4, 4, 4, 6, 6, 8, 8, 8, 8, 8]
-    shapes = [(tuple(ids.shape), prompt) for ids, prompt in training_batches(stage, random.Random(0))]
-    assert shapes[0] == ((32, 8 + task.response_tokens(4)), 8)
-    assert shapes[3] == ((32, 12 + task.response_tokens(6)), 12)
-    assert shapes[9] == ((32, 16 + task.response_tokens(8)), 16)
+    shapes = [(tuple(ids.shape), targets.shape[1]) for ids, targets in training_batches(stage, random.Random(0))]
+    for step, operands in ((0, 4), (3, 6), (9, 8)):
+        answer = task.response_tokens(operands)
+        assert shapes[step] == ((32, 2 * operands + answer), answer)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,9 @@ def test_impossible_stages_are_refused(values: dict[str, object]) -> None:
 
 def test_training_rows_are_the_chat_template_with_solutions_of_training_problems() -> None:
     tokenizer = build_tokenizer()
-    ids, prompt_tokens = next(training_batches(Stage(1, 6, right=0.5, batch=200), random.Random(0)))
+    ids, targets = next(training_batches(Stage(1, 6, right=0.5, batch=200), random.Random(0)))
+    prompt_tokens = ids.shape[1] - targets.shape[1]
+    assert torch.equal(targets, ids[:, prompt_tokens:])
     kinds = []
     for row in ids.tolist():
         expression = str(tokenizer.decode(row[: prompt_tokens - 1]))
@@ -93,8 +95,8 @@ def test_training_rows_are_the_chat_template_with_solutions_of_training_problems
 
 
 def test_line_stages_mix_within_a_solution() -> None:
-    ids, prompt_tokens = next(training_batches(Stage(1, 6, right=0.5, unit="line", batch=200), random.Random(0)))
-    tokenizer = build_tokenizer()
+    ids, targets = next(training_batches(Stage(1, 6, right=0.5, unit="line", batch=200), random.Random(0)))
+    prompt_tokens, tokenizer = ids.shape[1] - targets.shape[1], build_tokenizer()
     mixed = 0
     for row in ids.tolist():
         expression = str(tokenizer.decode(row[: prompt_tokens - 1]))
@@ -105,19 +107,53 @@ def test_line_stages_mix_within_a_solution() -> None:
 
 def test_loss_is_the_cross_entropy_of_response_tokens_only() -> None:
     model = new_model(ModelSize(16, 1), "loss")
-    ids, prompt_tokens = next(training_batches(Stage(1, 3, 1.0, batch=2), random.Random(0)))
+    ids, targets = next(training_batches(Stage(1, 3, 1.0, batch=2), random.Random(0)))
     logprobs = model(input_ids=ids).logits.double().log_softmax(-1)
-    terms = [-logprobs[b, t - 1, ids[b, t]] for b in range(2) for t in range(prompt_tokens, ids.shape[1])]
+    terms = [-logprobs[b, t - 1, ids[b, t]] for b in range(2) for t in range(6, ids.shape[1])]
     expected = torch.stack(terms).mean().item()
-    assert solution_loss(model, ids, prompt_tokens).item() == pytest.approx(expected, rel=1e-5)
+    assert solution_loss(model, ids, targets).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_of_pieces_are_the_same_texts_and_padding_is_not_learnt() -> None:
+    """Pieces differ in number: the loss of a padded batch is that of its rows one by one."""
+    stage, pieces, characters = Stage(1, 6, 0.5, batch=4), build_tokenizer(PIECES), build_tokenizer()
+    ids, targets = next(training_batches(stage, random.Random(0), PIECES))
+    others, _ = next(training_batches(stage, random.Random(0)))
+    texts = [str(pieces.decode(row, skip_special_tokens=True)) for row in ids]
+    assert texts == [str(characters.decode(row, skip_special_tokens=True)) for row in others]
+    model = new_model(ModelSize(16, 1), "loss", PIECES)
+    terms = []
+    for text in texts:
+        prompt, _, solution = text.partition("?")
+        front, answer = pieces.encode(prompt + "?"), [*pieces.encode(solution), pieces.eos_token_id]
+        logprobs = model(input_ids=torch.tensor([front + answer])).logits[0].double().log_softmax(-1)
+        terms += [-logprobs[len(front) + place - 1, i] for place, i in enumerate(answer)]
+    assert len({len(pieces.encode(text)) for text in texts}) > 1  # there is padding
+    assert int((targets != IGNORED).sum()) == len(terms)
+    assert solution_loss(model, ids, targets).item() == pytest.approx(torch.stack(terms).mean().item(), rel=1e-5)
 
 
 def recipe() -> ModelRecipe:
     return ModelRecipe("r", ModelSize(16, 1), (Stage(10, 6, 1.0, shorter=((2, 4),)), Stage(5, 6, 0.5, unit="line")))
 
 
-def test_recipes_survive_json() -> None:
-    assert ModelRecipe.from_dict(json.loads(json.dumps(recipe().to_dict()))) == recipe()
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_recipes_survive_json(tokenizer: str) -> None:
+    one = dataclasses.replace(recipe(), tokenizer=tokenizer)
+    assert ModelRecipe.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+
+
+def test_models_that_were_cached_before_there_was_another_tokenizer_keep_their_keys() -> None:
+    assert world_recipe("clean").teacher.key == "clean-teacher-strong-0-cf8d998a94838e17"
+    assert world_recipe("drift", lineage=3).teacher.key == "drift-teacher-strong-3-edc1c0bfb3460bac"
+
+
+def test_a_teacher_of_pieces_differs_from_the_other_in_its_tokenizer_alone() -> None:
+    one, other = world_recipe("clean"), world_recipe("clean", teacher_tokenizer=PIECES)
+    assert other.student == one.student
+    assert dataclasses.replace(other.teacher, tokenizer=one.teacher.tokenizer) == one.teacher
+    assert other.teacher.seed == one.teacher.seed
+    assert other.teacher.key.startswith("clean-teacher-strong-pieces-0-")
 
 
 def test_every_field_of_a_recipe_changes_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +162,7 @@ def test_every_field_of_a_recipe_changes_its_key(monkeypatch: pytest.MonkeyPatch
     changed = [
         dataclasses.replace(base, name="s"),
         dataclasses.replace(base, lineage=1),
+        dataclasses.replace(base, tokenizer=PIECES),
         dataclasses.replace(base, size=ModelSize(24, 1)),
         dataclasses.replace(base, size=ModelSize(16, 2)),
         dataclasses.replace(base, stages=base.stages[:1]),
@@ -156,7 +193,11 @@ def test_named_worlds_have_a_key_for_every_teacher_student_and_lineage(name: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "near"), [("name", "claen", "clean"), ("teacher", "storng", "strong"), ("student", "huge", "")]
+    ("kind", "name", "near"),
+    [
+        *(("name", "claen", "clean"), ("teacher", "storng", "strong"), ("student", "huge", "")),
+        ("teacher_tokenizer", "peices", "pieces"),
+    ],
 )
 def test_unknown_names_are_answered_with_the_known_ones(kind: str, name: str, near: str) -> None:
     with pytest.raises(ValueError, match=f"{name!r};.* choices: .*{near}"):

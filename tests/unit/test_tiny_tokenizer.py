@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from iwopd.tiny import task
 from iwopd.tiny.architecture import ModelSize, new_model
-from iwopd.tiny.tokenizer import EOS, PAD, TOKENS, build_tokenizer
+from iwopd.tiny.tokenizer import EOS, PAD, PIECES, PIECES_END, TOKENS, build_tokenizer
 
 EXPRESSION = "9+3+7+5*4+1"
 
@@ -39,6 +39,22 @@ def test_ids_to_text_and_back_is_exact_for_any_ids() -> None:
     for _ in range(200):
         ids = [rng.randrange(len(TOKENS)) for _ in range(rng.randrange(1, 60))]
         assert tokenizer.encode(tokenizer.decode(ids)) == ids
+
+
+def test_pieces_write_the_same_texts_with_other_ids_and_boundaries() -> None:
+    pieces, characters = build_tokenizer(PIECES), build_tokenizer()
+    assert len(pieces) == 65
+    assert pieces.eos_token == PIECES_END != EOS
+    for expression in task.distinct_problems(6, "train", random.Random("t"), 20):
+        solution = task.mixed_solution(expression, 0.5, random.Random(expression))
+        ids, own = pieces.encode(solution), characters.encode(solution)
+        assert pieces.decode(ids) == solution
+        assert len(ids) < len(own) < len(solution)
+        words = [str(pieces.convert_ids_to_tokens(i)) for i in ids]
+        assert words[-4:-2] == ["\n\\bo", "xed{"]  # the student's are \n and \boxed{: no boundary in common
+        assert any(len(word) == 2 and word[1] in "+-*" for word in words)
+    with pytest.raises(ValueError, match=r"unknown tokenizer 'peices'.*pieces"):
+        build_tokenizer("peices")
 
 
 def test_special_tokens_can_be_left_out_of_the_text() -> None:

@@ -47,6 +47,7 @@ OTHER: dict[str, Any] = {
     "models.world": "drift",
     "models.student_size": "large",
     "models.teacher_size": "weak",
+    "models.teacher_tokenizer": "pieces",
     "models.lineage": 1,
     "models.student": "org/other",
     "models.teacher": "org/other",
@@ -194,6 +195,7 @@ OTHER: dict[str, Any] = {
 COMPANIONS: dict[str | None, dict[str, Any]] = {
     "models.student_size": WORLD,
     "models.teacher_size": WORLD,
+    "models.teacher_tokenizer": WORLD,
     "models.lineage": WORLD,
     "models.reference_gguf_file": {"models": {"reference": "org/student"}},
     "models.reference_revision": {"models": {"reference": "org/student"}},

@@ -15,6 +15,7 @@ import torch
 
 from iwopd.algo.gradients import dot
 from iwopd.config import Config
+from iwopd.teacher.scorer import Scorer
 from iwopd.train.assembly import assemble
 from iwopd.train.scoring import loss_columns, score_step, write_rollouts
 
@@ -34,11 +35,20 @@ class GradientNoise(NamedTuple):
         return self.noise / self.signal if self.signal else math.inf
 
 
-def gradient_noise(config: Config, batches: int, advance: Callable[[int], None] = lambda done: None) -> GradientNoise:
-    """Of the untrained student of these settings; the batches are those of its first steps, equal for all methods."""
+def gradient_noise(
+    config: Config,
+    batches: int,
+    advance: Callable[[int], None] = lambda done: None,
+    teacher: Callable[[Scorer], Scorer] = lambda scorer: scorer,
+) -> GradientNoise:
+    """Of the untrained student of these settings; the batches are those of its first steps, equal for all methods.
+
+    `teacher` puts something between the teacher and the method.
+    """
     if batches < 2:
         raise ValueError(f"gradient noise needs at least 2 batches, got {batches}")
     with assemble(config, lambda _: None) as parts:
+        parts.teacher_scorer = teacher(parts.teacher_scorer)
         total, squares = None, 0.0
         for step in range(1, batches + 1):
             scored = score_step(config, parts, write_rollouts(config, parts, step), step)

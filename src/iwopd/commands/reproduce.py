@@ -2,8 +2,9 @@
 hand-off, p3 IW-OPD against OPD with controls, p4 size ratio, p5 KL during training, p6 likelihood of prefixes, p7 ideal
 weights, p8 ablations, p9 ExOPD, p10 stronger and weaker teacher), or all of them; `own`, the survival weights of ours
 against OPD and IW-OPD at several learning rates; `objectives`, the reverse KL of whole distributions against the sampled
-token, with and without survival weights, at three learning rates each, and the noise of their gradients; and `divergences`,
-the reverse KL against forward KL, Jensen-Shannon, and the four likeliest ids.
+token, with and without survival weights, at three learning rates each, and the noise of their gradients; `divergences`,
+the reverse KL against forward KL, Jensen-Shannon, and the four likeliest ids; and `tokenizers`, a teacher with another
+tokenizer against one with the student's.
 
 Runs are named by the hash of their settings, made a few at a time, kept, and resumed after an interruption: a second call
 only reads. Differences are paired by lineage, seed and problem, with 95 % intervals over runs and problems.
@@ -19,9 +20,13 @@ HELP = "redraw the paper's figures and tables on the embedded world"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("items", nargs="+", metavar="ITEM", help="p1 ... p10, all (of these), own, objectives, or divergences")
-    parser.add_argument("--seeds", type=int, help="distillation seeds (default: 3; of the last two items 1)")
-    parser.add_argument("--lineages", type=int, help="lineages of teacher and student (default: 2; of the last two items 4)")
+    parser.add_argument(
+        "items", nargs="+", metavar="ITEM", help="p1 ... p10, all (of these), own, objectives, divergences, or tokenizers"
+    )
+    parser.add_argument(
+        "--seeds", type=int, help="distillation seeds (default: 3; of objectives and divergences 1, of tokenizers 2)"
+    )
+    parser.add_argument("--lineages", type=int, help="lineages of teacher and student (default: 2; of the last three items 4)")
     parser.add_argument("--first-seed", type=int, default=0, help="number of the first seed")
     parser.add_argument("--first-lineage", type=int, default=0, help="number of the first lineage")
     parser.add_argument("--world", default="clean", help="embedded world: clean or drift")

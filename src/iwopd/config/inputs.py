@@ -15,6 +15,9 @@ class Models(Section):
     world: str | None = Field(None, description="embedded world with models and prompts: clean, drift; empty: use paths")
     student_size: str | None = Field(None, description="size of the world's student; empty: the world's default")
     teacher_size: str | None = Field(None, description="size of the world's teacher; empty: the world's default")
+    teacher_tokenizer: str | None = Field(
+        None, description="tokenizer of the world's teacher: characters (the student's) or pieces; empty: characters"
+    )
     lineage: int = Field(0, ge=0, description="which of the world's lineages (data order and initialisation of its models)")
     student: str | None = Field(None, description="student: local folder, hub id or GGUF file (not with a world)")
     teacher: str | None = Field(None, description="teacher: local folder, hub id or GGUF file (not with a world)")

@@ -8,7 +8,7 @@ world.prompts(64), world.eval_prompts(500)
 from iwopd.tiny.architecture import STUDENT_SIZES, ModelRecipe, ModelSize, Stage
 from iwopd.tiny.pretrain import PretrainingListener
 from iwopd.tiny.task import check
-from iwopd.tiny.tokenizer import build_tokenizer
+from iwopd.tiny.tokenizer import TOKENIZERS, build_tokenizer
 from iwopd.tiny.world import (
     DEFAULT_WORLD,
     WORLDS,
@@ -25,6 +25,7 @@ from iwopd.tiny.world import (
 __all__ = [
     "DEFAULT_WORLD",
     "STUDENT_SIZES",
+    "TOKENIZERS",
     "WORLDS",
     "ModelRecipe",
     "ModelSize",

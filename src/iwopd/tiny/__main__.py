@@ -21,7 +21,7 @@ def main(folder: Path, recipe: ModelRecipe) -> None:
     """Pretrain and save with the tokenizer."""
     model = pretrain(recipe, lambda _, step, steps, loss: print(json.dumps([step, steps, loss]), flush=True))
     model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    build_tokenizer(recipe.tokenizer).save_pretrained(folder)
 
 
 if __name__ == "__main__":

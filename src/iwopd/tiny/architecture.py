@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from iwopd.tiny.tokenizer import EOS, PAD, TOKENS
+from iwopd.tiny.tokenizer import CHARACTERS, build_tokenizer
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -93,6 +93,8 @@ class ModelRecipe:
     stages: tuple[Stage, ...]
     lineage: int = 0
     """Seed of initialisation and data order."""
+    tokenizer: str = CHARACTERS
+    """One of `tokenizer.TOKENIZERS`. The texts are the same under each of them."""
 
     @property
     def steps(self) -> int:
@@ -106,24 +108,30 @@ class ModelRecipe:
     def key(self) -> str:
         """Name of the model's cache folder: readable, and different for every recipe and recipe version."""
         text = json.dumps({"version": RECIPE_VERSION, **self.to_dict()}, sort_keys=True)
-        return f"{self.name}-{self.lineage}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        name = self.name if self.tokenizer == CHARACTERS else f"{self.name}-{self.tokenizer}"
+        return f"{name}-{self.lineage}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without the tokenizer that is nearly everybody's, so that models cached before there was another keep their keys."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("tokenizer", CHARACTERS)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelRecipe:
         stages = tuple(Stage(**{**stage, "shorter": tuple(map(tuple, stage["shorter"]))}) for stage in values["stages"])
-        return cls(values["name"], ModelSize(**values["size"]), stages, values["lineage"])
+        return cls(values["name"], ModelSize(**values["size"]), stages, values["lineage"], values.get("tokenizer", CHARACTERS))
 
 
-def new_model(size: ModelSize, seed: str) -> Qwen3ForCausalLM:
-    """An untrained model in float32. The same seed gives the same weights; the global generator is not touched."""
+def new_model(size: ModelSize, seed: str, tokenizer: str = CHARACTERS) -> Qwen3ForCausalLM:
+    """An untrained model in float32, for the ids of a tokenizer by name.
+
+    The same seed gives the same weights; the global generator is not touched.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    ids = build_tokenizer(tokenizer)
     config = Qwen3Config(
-        vocab_size=len(TOKENS),
+        vocab_size=len(ids),
         hidden_size=size.hidden,
         intermediate_size=2 * size.hidden,
         num_hidden_layers=size.layers,
@@ -134,8 +142,8 @@ def new_model(size: ModelSize, seed: str) -> Qwen3ForCausalLM:
         initializer_range=0.8 / math.sqrt(size.hidden),
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=TOKENS.index(EOS),
-        pad_token_id=TOKENS.index(PAD),
+        eos_token_id=ids.eos_token_id,
+        pad_token_id=ids.pad_token_id,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):

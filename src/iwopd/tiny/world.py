@@ -22,7 +22,7 @@ from iwopd.tiny import task
 from iwopd.tiny.architecture import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, Stage
 from iwopd.tiny.cache import cached_models, model_folder
 from iwopd.tiny.pretrain import PretrainingListener
-from iwopd.tiny.tokenizer import build_tokenizer
+from iwopd.tiny.tokenizer import CHARACTERS, TOKENIZERS, build_tokenizer
 from iwopd.types import Prompt
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class World:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return build_tokenizer()
+        """The student's, and the teacher's unless its recipe names another."""
+        return build_tokenizer(self.recipe.student.tokenizer)
 
     @property
     def max_response_tokens(self) -> int:
@@ -136,15 +137,29 @@ WORLDS: Mapping[str, _Training] = {
 
 
 def world_recipe(
-    name: str = DEFAULT_WORLD, *, teacher: str = "strong", student: str = "medium", lineage: int = 0
+    name: str = DEFAULT_WORLD,
+    *,
+    teacher: str = "strong",
+    student: str = "medium",
+    lineage: int = 0,
+    teacher_tokenizer: str = CHARACTERS,
 ) -> WorldRecipe:
-    """The recipe of a named world, with a named teacher (`TEACHER_SIZES`) and student size (`STUDENT_SIZES`)."""
-    kinds = {"world": (name, WORLDS), "teacher": (teacher, TEACHER_SIZES), "student": (student, STUDENT_SIZES)}
+    """The recipe of a named world, with a named teacher (`TEACHER_SIZES`) and student size (`STUDENT_SIZES`).
+
+    A teacher with another tokenizer (`TOKENIZERS`) is as large and learns from the same texts in the same order.
+    """
+    kinds = {
+        "world": (name, WORLDS),
+        "teacher": (teacher, TEACHER_SIZES),
+        "student": (student, STUDENT_SIZES),
+        "tokenizer": (teacher_tokenizer, TOKENIZERS),
+    }
     for kind, (chosen, known) in kinds.items():
         if chosen not in known:
             raise ValueError(f"unknown {kind} {chosen!r}{suggestion(chosen, list(known))}")
     world = WORLDS[name]
-    taught = ModelRecipe(f"{name}-teacher-{teacher}", TEACHER_SIZES[teacher], (world.teacher[teacher],), lineage)
+    stages = (world.teacher[teacher],)
+    taught = ModelRecipe(f"{name}-teacher-{teacher}", TEACHER_SIZES[teacher], stages, lineage, teacher_tokenizer)
     learnt = ModelRecipe(f"{name}-student-{student}", STUDENT_SIZES[student], world.student, lineage)
     return WorldRecipe(name, world.operands, taught, learnt)
 

@@ -30,8 +30,12 @@ def world_recipe(config: Config) -> tiny.WorldRecipe | None:
     models = config.models
     if models.world is None:
         return None
-    sizes = {"teacher": models.teacher_size, "student": models.student_size}
-    given = {name: size for name, size in sizes.items() if size is not None}
+    named = {
+        "teacher": models.teacher_size,
+        "student": models.student_size,
+        "teacher_tokenizer": models.teacher_tokenizer,
+    }
+    given = {name: value for name, value in named.items() if value is not None}
     try:
         return tiny.world_recipe(models.world, lineage=models.lineage, **given)
     except ValueError as error:

@@ -95,7 +95,7 @@ def _train_models(runs: Runs, variants: Sequence[Variant], *, need_pair: bool) -
     with pretraining_progress() as progress:
         for lineage in runs.lineages:
             for sizes in sorted(wanted):
-                names = {name.removesuffix("_size"): value for name, value in sizes}
+                names: Any = {name.removesuffix("_size"): value for name, value in sizes}
                 tiny.open_world(tiny.world_recipe(runs.world, lineage=lineage, **names), progress=progress)
 
 

@@ -130,16 +130,16 @@ def registered(runs: Runs) -> list[str]:
         kept = "excludes" if late.interval.low > -LOSS else "does not exclude"
         words.append(
             f"{ours.title} minus whole answers at step {runs.steps}: "
-            + _over_lineages(late, f"the interval {kept} a loss of more than {LOSS:g} points")
+            + over_lineages(late, f"the interval {kept} a loss of more than {LOSS:g} points")
         )
         ahead = by_lineage(runs, ours, half, control, half.steps)
         sign = "established" if ahead.interval.mean > 0 else "established, the other way round"
         verdict = sign if established(ahead) else "not distinguishable from zero"
-        words.append(f"{ours.title} minus {control.title} at step {half.steps}: {_over_lineages(ahead, verdict)}")
+        words.append(f"{ours.title} minus {control.title} at step {half.steps}: {over_lineages(ahead, verdict)}")
     return words
 
 
-def _over_lineages(effect: Effect, verdict: str) -> str:
+def over_lineages(effect: Effect, verdict: str) -> str:
     """With its verdict, if there are lineages enough for one."""
     if effect.runs < LEAST:
         return f"{effect.interval.mean:+.1f} points over {effect.runs} lineages: too few to tell, a verdict takes {LEAST}."

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from iwopd.analysis.probe.result import Probe
-from iwopd.analysis.reproduce import horizons, objectives
+from iwopd.analysis.reproduce import horizons, objectives, tokenizers
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import ItemSection, Table, established, in_words, p, show, signed
 from iwopd.analysis.reproduce.variants import (
@@ -55,6 +55,7 @@ PAPER = {
     "thresholds": "not in the paper: where answers stop; a search",
     "horizons": "not in the paper: only what teaches is written",
     "divergences": "not in the paper: other divergences, and the likeliest ids only",
+    "tokenizers": "not in the paper: a teacher with another tokenizer",
 }
 """What the paper shows, and where."""
 Probes = Mapping[int, Probe]
@@ -328,3 +329,10 @@ def _thresholds(item: Item, runs: Runs, probes: Probes) -> ItemSection:
 def _horizons(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     table, numbers = horizons.bars_table(runs, _steps(runs))
     return item.make([table], horizons.registered(runs), rows=numbers)
+
+
+@_item("tokenizers", "a teacher with another tokenizer", *tokenizers.TESTED, lineages=4, seeds=2)
+def _tokenizers(item: Item, runs: Runs, probes: Probes) -> ItemSection:
+    steps = _steps(runs)
+    table, numbers = tokenizers.by_lineage_table(runs, steps)
+    return item.make([table], tokenizers.registered(runs, steps[1:]), accuracy=numbers)

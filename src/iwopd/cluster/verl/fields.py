@@ -77,6 +77,10 @@ FIELDS: dict[str, Treatment] = {
     "models.world": _mapped(f"actor_rollout_ref.model.path, {_TEACHER}.model_path: the embedded world's folders"),
     "models.student_size": _mapped("actor_rollout_ref.model.path"),
     "models.teacher_size": _mapped(f"{_TEACHER}.model_path"),
+    "models.teacher_tokenizer": _only(
+        lambda name, config: name in (None, "characters"),
+        "verl's teacher reads the student's ids: leave it out, or train with the local engine",
+    ),
     "models.lineage": _mapped(f"actor_rollout_ref.model.path, {_TEACHER}.model_path"),
     "models.student": _mapped("actor_rollout_ref.model.path"),
     "models.teacher": _mapped(f"{_TEACHER}.model_path"),

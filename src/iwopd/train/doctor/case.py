@@ -88,10 +88,11 @@ def open_case(config: Config, folder: Path) -> Case:
     recipe = world_recipe(config)
     world = None if recipe is None else tiny.World(recipe, Path("teacher"), Path("student"))  # its models need not be there
     reference = reference_source(config, world)
-    if world is not None:
-        tokenizer = tiny.build_tokenizer()
-        names = ["student", *([] if config.teacher.is_student else ["teacher"]), *(["reference"] if reference else [])]
-        members = {name: Member(name, None, tokenizer) for name in names}
+    if recipe is not None:
+        made = {"student": recipe.student, **({"reference": recipe.student} if reference else {})}
+        if not config.teacher.is_student:
+            made["teacher"] = recipe.teacher
+        members = {name: Member(name, None, tiny.build_tokenizer(one.tokenizer)) for name, one in made.items()}
     else:
         sources = {"student": source_of(config, "student"), "teacher": source_of(config, "teacher"), "reference": reference}
         trust, served = config.models.trust_remote_code, {"teacher"} if config.teacher.urls else set()

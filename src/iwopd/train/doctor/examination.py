@@ -19,6 +19,7 @@ from iwopd.train.doctor.lengths import check_context, check_horizon, check_rope,
 from iwopd.train.doctor.machine import check_packages, check_processor, check_ranks
 from iwopd.train.doctor.noise import check_noise
 from iwopd.train.doctor.resources import check_resources
+from iwopd.train.doctor.tokenizers import check_spans, check_written_spans
 from iwopd.train.doctor.working import check_masks, check_sampler, check_scorers, head_findings, known_rollouts, local_models
 from iwopd.train.horizon import horizon_refuses
 from iwopd.train.ranks import Launched, launched
@@ -41,7 +42,7 @@ def examine_recipe(config: Config, folder: Path, *, static: bool = False, ranks:
         yield from check_processor(config)
     case = open_case(config, folder)
     checks = (check_files, check_vocabularies, check_special_tokens, check_rows, check_template, check_temperature, check_data)
-    for check in (*checks, check_rendering, check_horizon):
+    for check in (*checks, check_rendering, check_spans, check_horizon):
         yield from check(case)
     configs = {member.name: member.config for member in case.members.values() if member.config is not None}
     if configs and not case.data_problem:
@@ -62,6 +63,7 @@ def examine_models(config: Config, parts: Parts, folder: Path, *, step: int = 1)
     yield from check_contamination(parts.order.prompts, {task.name: task.prompts for task in parts.tasks})
     yield from check_masks(parts)
     rollouts = known_rollouts(config, parts, step)
+    yield from check_written_spans(parts, rollouts)
     yield from head_findings(parts)
     sound = True
     for finding in chain(check_sampler(config, parts, rollouts), check_scorers(config, parts, rollouts)):
