@@ -1,6 +1,7 @@
 # make setup   the environment in .venv/ (nothing to do if pyproject.toml and constraints.txt did not change)
 # make test    lint, then the whole test suite. System packages (bubblewrap, Chromium) are installed as root with CI=true or IWOPD_APT=1 only; without
 #              them their tests are skipped, with the reason
+# make check   lint, then the fast tests
 # make test-real   trains a real pretrained model (SmolLM2-135M from PyPI, 93 MB; a quarter of an hour with two cores)
 # make test-gpu   tests that need a GPU (skipped, with the reason, where there is none); first: iwopd doctor --gpu
 # make lint    ruff and mypy
@@ -16,7 +17,7 @@ STAMP  := $(VENV)/.installed
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup test test-real test-gpu test-vllm test-cluster lint format bench demo clean
+.PHONY: setup test check test-real test-gpu test-vllm test-cluster lint format bench demo clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -31,8 +32,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 	@echo "setup: done"
 
+# Files of tests run side by side. WORKERS=0: one after the other, for instance to see their output.
+WORKERS ?= auto
+SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses 4 --dist loadfile
+
 test: lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+check: lint
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow and not real and not gpu' tests/unit tests/golden
 
 # Weights that come as a Python package; beside the environment, because the package's own dependencies are not wanted.
 test-real: setup

@@ -6,7 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from functools import cache
+from pathlib import Path
+
+from filelock import FileLock
 
 
 def may_install() -> bool:
@@ -19,12 +23,15 @@ def may_install() -> bool:
 def find(command: str, package: str) -> str | None:
     """Path of a command. If it is missing, its package is installed where that is allowed, with a word before. None: skip."""
     found = shutil.which(command)
-    if found is None and may_install():
+    if found is not None or not may_install():
+        return found
+    with FileLock(Path(tempfile.gettempdir()) / "iwopd-tests-apt.lock"):  # tests run side by side, apt-get does not
+        if (found := shutil.which(command)) is not None:
+            return found
         print(f"\ntests: installing the system package {package} (apt-get)", file=sys.__stderr__, flush=True)
         for words in (["update", "-q"], ["install", "-y", "-q", "--no-install-recommends", package]):
             subprocess.run(["apt-get", *words], capture_output=True, check=False, timeout=600)
-        found = shutil.which(command)
-    return found
+        return shutil.which(command)
 
 
 def lacking() -> list[str]:

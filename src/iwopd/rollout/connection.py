@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,19 +47,24 @@ class Connection:
     api_key_env: str | None = None
     request_timeout: float = 1800.0
     patience: float = 120.0
+    was_away: Callable[[], None] = lambda: None
+    """Called after every attempt that failed."""
 
     def get(self, path: str) -> Any:
         return self._ask("GET", path, None, MOST_BYTES)
 
-    def post(self, path: str, body: Any, tokens: int = 0) -> Any:
-        """`tokens`: how many the answer is about, prompts included."""
-        return self._ask("POST", path, body, MOST_BYTES + BYTES_PER_TOKEN * tokens)
+    def post(self, path: str, body: Any, tokens: int = 0, *, first: Callable[[], None] = lambda: None) -> Any:
+        """`tokens`: how many the answer is about, prompts included; `first` is called before every attempt."""
+        return self._ask("POST", path, body, MOST_BYTES + BYTES_PER_TOKEN * tokens, first)
 
-    def _ask(self, method: str, path: str, body: Any, most_bytes: int) -> Any:
+    def _ask(
+        self, method: str, path: str, body: Any, most_bytes: int, first: Callable[[], None] = lambda: None
+    ) -> Any:
         """The parsed answer (None if it is empty). Transport errors and 5xx are retried until patience ends."""
         give_up = time.monotonic() + self.patience
         wait = 0.5
         while True:
+            first()
             try:
                 status, content = self._exchange(method, path, body, most_bytes)
             except UnreachableError as error:
@@ -71,6 +77,7 @@ class Connection:
                 reason = f"{status} {hide_key(content.decode(errors='replace'), self.api_key_env)}"
                 if status < 500:
                     raise ServerError(f"the rollout server {self.url}{path} refuses: {reason}")
+            self.was_away()
             pause = wait * _jitter.uniform(0.5, 1.0)
             if time.monotonic() + pause > give_up:
                 raise ServerError(

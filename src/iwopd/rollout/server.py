@@ -17,6 +17,7 @@ from iwopd.http_clients import hide_key
 from iwopd.rollout.connection import Connection, ServerError
 from iwopd.rollout.engine import Student
 from iwopd.rollout.requests import IMPOSSIBLE, RequestEngine
+from iwopd.rollout.restarts import Restarts
 from iwopd.rollout.server_stream import ServerStream
 from iwopd.rollout.settings import ServerSettings
 from iwopd.rollout.streaming import Answer, Inbox, Stream
@@ -32,7 +33,10 @@ class ServerEngine(RequestEngine):
 
     def __init__(self, student: Student, settings: ServerSettings) -> None:
         super().__init__(student, settings)
-        self.connection = Connection(str(settings.url), settings.api_key_env, settings.request_timeout, settings.patience)
+        self.restarts = Restarts(self._bring_weights)
+        self.connection = Connection(
+            str(settings.url), settings.api_key_env, settings.request_timeout, settings.patience, self.restarts.was_away
+        )
         self._checked: set[tuple[float, bool]] = set()
         card = self._model_card()
         self.name: str = card["id"]
@@ -66,6 +70,19 @@ class ServerEngine(RequestEngine):
             raise WeightSyncError(
                 f"cannot write the student's weights to {folder} (engine.server.weights_folder): {error}"
             ) from None
+        self._read_weights(folder)
+        for old in before:
+            shutil.rmtree(old, ignore_errors=True)
+        self._synced = version
+
+    def _bring_weights(self) -> None:
+        """The newest weights once more. Any rank's work: the folder is shared."""
+        if self.settings.weights_folder is not None:
+            written = sorted(Path(self.settings.weights_folder).absolute().glob("weights-[0-9]*"))
+            if written:
+                self._read_weights(written[-1])
+
+    def _read_weights(self, folder: Path) -> None:
         try:
             self.connection.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
             self.connection.post("/reset_prefix_cache", {})  # what it holds was computed with other weights
@@ -74,9 +91,6 @@ class ServerEngine(RequestEngine):
                 f"the server did not take new weights from {folder}: {error}. It must see this folder under this name and have "
                 "been started with VLLM_SERVER_DEV_MODE=1 (docs/vllm.md)"
             ) from None
-        for old in before:
-            shutil.rmtree(old, ignore_errors=True)
-        self._synced = version
 
     def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
         self._check_logprobs(requests[0])
@@ -90,7 +104,7 @@ class ServerEngine(RequestEngine):
 
     def stream(self, inbox: Inbox, like: dict[str, Any]) -> Stream:
         self._check_logprobs(like)
-        return ServerStream(self.connection, self.fields, self.in_flight, inbox)
+        return ServerStream(self.connection, self.fields, self.in_flight, inbox, self.restarts)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -112,7 +126,7 @@ class ServerEngine(RequestEngine):
     def _complete(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The one choice of a completion, with ids."""
         tokens = len(fields["prompt"]) + fields["max_tokens"]
-        answer = self.connection.post("/v1/completions", {**self.fields, **fields}, tokens)
+        answer = self.connection.post("/v1/completions", {**self.fields, **fields}, tokens, first=self.restarts.make_sure)
         try:
             (choice,) = answer["choices"]
             whole = all(isinstance(part, list) for part in (choice["token_ids"], choice["logprobs"]["token_logprobs"]))

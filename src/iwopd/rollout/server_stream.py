@@ -27,6 +27,7 @@ from iwopd.http_clients import (
 )
 from iwopd.rollout.connection import LONGEST_WAIT, MOST_BYTES, Connection, ServerError
 from iwopd.rollout.requests import continued
+from iwopd.rollout.restarts import Restarts
 from iwopd.rollout.streaming import Answer, Inbox, Stream
 
 EVENT = "data:"
@@ -43,9 +44,11 @@ class BrokenError(Exception):
 class ServerStream(Stream):
     """All connections belong to one thread with an event loop."""
 
-    def __init__(self, connection: Connection, fields: dict[str, Any], in_flight: int, inbox: Inbox) -> None:
+    def __init__(
+        self, connection: Connection, fields: dict[str, Any], in_flight: int, inbox: Inbox, restarts: Restarts
+    ) -> None:
         """`fields` are those of every request; `in_flight` requests are under way at once."""
-        self._connection, self._fields, self._inbox = connection, fields, inbox
+        self._connection, self._fields, self._inbox, self._restarts = connection, fields, inbox, restarts
         self._loop = asyncio.new_event_loop()
         self._places = asyncio.Semaphore(in_flight)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
@@ -85,11 +88,13 @@ class ServerStream(Stream):
                 while True:
                     before = len(written)
                     try:
+                        await asyncio.to_thread(self._restarts.make_sure)
                         async with asyncio.timeout(self._connection.request_timeout):
                             await self._attempt(number, continued(request, written), written)
                         return
                     except (BrokenError, httpx.TransportError, TimeoutError) as error:
                         reason = hide_key(str(error) or type(error).__name__, self._connection.api_key_env)
+                        self._restarts.was_away()
                     if len(written) == request["max_tokens"] or {*written[-1:]} & {*request["stop_token_ids"]}:
                         return  # it lacks nothing but its last words
                     if failing_since is None or len(written) > before:
