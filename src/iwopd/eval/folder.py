@@ -2,7 +2,7 @@
 
 eval.json              model, settings, and the results of finished tasks
 samples-<task>.jsonl   one object per sample: id, sample, prompt (hash), text, status, score, answer, detail, tokens,
-                       stop_reason
+                       stop_reason; for code, the sandbox
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class EvaluationFolder:
             if (rollout.prompt.id, rollout.sample) in done:
                 continue
             about = {"id": rollout.prompt.id, "prompt": prompt_hash(rollout.prompt), "sample": rollout.sample}
+            about |= {"sandbox": task.sandbox} if task.sandbox else {}
             length = {"tokens": len(rollout), "stop_reason": rollout.stop_reason}
             lines.append(json.dumps({**about, **asdict(verdict), **length, "text": text}) + "\n")
         try:
@@ -123,6 +124,8 @@ class EvaluationFolder:
             "mean_tokens": round(sum(record["tokens"] for record in every) / len(every), 1),
             "seconds": round(seconds, 1),
         }
+        if used := sorted({str(record["sandbox"]) for record in every if "sandbox" in record}):
+            result["sandbox"] = "; ".join(used)
         if any(record["answer"] is not None for record in every):
             result["answers"] = [[record["answer"] for record in row] for row in rows]
         self.record["tasks"][task.name] = result

@@ -63,7 +63,7 @@ class Tracker:
         if not self.is_main:
             return
         result = evaluation.result
-        record = {
+        record: dict[str, Any] = {
             "step": result.step,
             "task": result.task,
             "mean": result.mean,
@@ -74,6 +74,8 @@ class Tracker:
             "problem_ids": list(result.problem_ids),
             "scores": result.scores.tolist(),
         }
+        if evaluation.sandbox:
+            record["sandbox"] = evaluation.sandbox
         self.run.append("evals.jsonl", record)
         self._log(result.step or 0, {f"eval/{result.task}": result.mean})
         if self.view:
