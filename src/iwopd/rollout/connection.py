@@ -57,9 +57,7 @@ class Connection:
         """`tokens`: how many the answer is about, prompts included; `first` is called before every attempt."""
         return self._ask("POST", path, body, MOST_BYTES + BYTES_PER_TOKEN * tokens, first)
 
-    def _ask(
-        self, method: str, path: str, body: Any, most_bytes: int, first: Callable[[], None] = lambda: None
-    ) -> Any:
+    def _ask(self, method: str, path: str, body: Any, most_bytes: int, first: Callable[[], None] = lambda: None) -> Any:
         """The parsed answer (None if it is empty). Transport errors and 5xx are retried until patience ends."""
         give_up = time.monotonic() + self.patience
         wait = 0.5
