@@ -70,7 +70,8 @@ def pretrained(seed: int, steps: int = 300) -> Any:
             rows.append([ids_of[token] for token in (*asked(expression, hinted=hinted), "?", *body, box, *end, EOS)])
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 30, 1.05 - step / steps if step > 0.6 * steps else 1.0)
-        solution_loss(model, torch.tensor(rows), len(asked("1+1*1", hinted=hinted)) + 1).backward()
+        ids = torch.tensor(rows)
+        solution_loss(model, ids, ids[:, len(asked("1+1*1", hinted=hinted)) + 1 :]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

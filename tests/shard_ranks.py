@@ -98,7 +98,7 @@ class Training:
         optim = Optim(**{"shard": True, "lr": 1e-2, "eps": 1e-3, "grad_clip": 0.5, "token_budget": 24, **case.optim})
         whole = Distributions.of(self.teacher) if self.objective.needs_teacher_distribution else None
         self.average = Average(self.model, 0.5)
-        self.learner = Learner(self.student.lm, optim, self.objective, ranks, whole, self.average)
+        self.learner = Learner(self.student.lm, optim, self.objective, ranks, whole, average=self.average)
 
     def update(self, step: int) -> Update:
         items = rollouts()

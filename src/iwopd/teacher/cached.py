@@ -113,7 +113,7 @@ class CachedScorer(Scorer):
             for key, values in zip(missing, self.scorer.score(list(missing.values())), strict=True):
                 found[key] = values.cpu()
                 self.store.put(key, values.cpu())
-        return [TokenScores(values) for key in keys if (values := found[key]) is not None]
+        return [TokenScores(kept) for key in keys if (kept := found[key]) is not None]
 
     def key(self, rollout: Rollout) -> str:
         """Hash of all that the scores depend on."""
