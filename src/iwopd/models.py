@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from iwopd.errors import UserError
+
+_UNREADABLE = (
+    OSError, ValueError, SafetensorError, ImportError, LookupError, AttributeError, TypeError, RecursionError, OverflowError
+)  # fmt: skip
+"""What transformers raises for files that are not there, or not what they should be."""
 
 
 class ModelError(UserError, ValueError):
@@ -81,7 +87,7 @@ def load_model(
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.path, dtype=getattr(torch, dtype), output_loading_info=True, **options
             )
-    except (OSError, ValueError, SafetensorError, ImportError) as error:
+    except _UNREADABLE as error:
         raise ModelError(f"cannot load a model from {source}: {_why(source, error)}") from None
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
@@ -99,8 +105,7 @@ def load_tokenizer(source: str | Path | ModelSource, *, trust_remote_code: bool 
             tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code, **source.options)
             if source.gguf_file is not None:
                 _special_tokens_of_gguf(tokenizer, source)
-    except (OSError, ValueError, AttributeError, TypeError, ImportError) as error:
-        # Attribute and type errors: transformers raises them for a GGUF file without a complete tokenizer.
+    except _UNREADABLE as error:
         raise ModelError(f"cannot load a tokenizer from {source}: {_why(source, error)}") from None
     return tokenizer
 
@@ -111,11 +116,13 @@ def load_configs(source: str | Path | ModelSource, *, trust_remote_code: bool = 
     try:
         with _quiet():
             config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, **source.options)
-    except (OSError, ValueError, ImportError) as error:
+    except _UNREADABLE as error:
         raise ModelError(f"cannot read the config of {source}: {_why(source, error)}") from None
     try:
         generation: Any = GenerationConfig.from_pretrained(source.path, revision=source.options.get("revision", "main"))
-    except (OSError, ValueError):
+    except _UNREADABLE:
+        if source.gguf_file is None and (damaged := _damaged(Path(source.path))) is not None:
+            raise ModelError(f"cannot read the generation config of {source}: {damaged}") from None
         generation = GenerationConfig.from_model_config(config)
     return config, generation
 
@@ -137,8 +144,10 @@ def stop_ids(tokenizer: Any, model: Any) -> frozenset[int]:
 def end_ids(tokenizer: Any, generation_config: Any) -> frozenset[int]:
     """As `stop_ids`, from a generation config without a model."""
     configured = getattr(generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, (list, tuple)) else [configured]
-    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
+    ids = [i for i in (configured if isinstance(configured, (list, tuple)) else [configured]) if i is not None]
+    if strange := [i for i in ids if type(i) is not int]:
+        raise ModelError(f"eos_token_id in generation_config.json has {strange[0]!r}: it must be a token id, or a list of them")
+    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
 def weights_fingerprint(source: str | Path) -> str:
@@ -191,4 +200,32 @@ def _why(source: ModelSource, error: Exception) -> str:
         return "there is no such GGUF file"
     if file is not None and isinstance(error, ImportError):
         return "GGUF files need the package gguf: pip install 'iwopd[gguf]'"
-    return str(error)
+    if file is None and (damaged := _damaged(Path(path))) is not None:
+        return damaged
+    if isinstance(error, (OSError, ValueError, SafetensorError, ImportError)) and str(error):
+        return str(error)
+    return f"{file or 'one of its files'} is damaged or incomplete ({type(error).__name__}: {error}); download it again"
+
+
+def _damaged(folder: Path) -> str | None:
+    """Which of a local folder's JSON files is not what it should be."""
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            return f"{path.name} cannot be read ({error.strerror})"
+        except (ValueError, RecursionError) as error:
+            return f"{path.name} is not JSON ({error}); download it again"
+        if not isinstance(content, dict) and not path.name.startswith(("vocab", "merges")):
+            return f"{path.name} is not a JSON object but {type(content).__name__}; download it again"
+        if path.name.endswith(".index.json") and (problem := _index_problem(content)) is not None:
+            return f"{path.name} {problem}; download it again"
+    return None
+
+
+def _index_problem(content: dict[str, Any]) -> str | None:
+    """What is wrong with the list of a model's weights and the files that hold them."""
+    where = content.get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        return "has no weight_map from names of weights to files"
+    return None if isinstance(content.get("metadata", {}), dict) else "has metadata that are not an object"

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+_KEYS = re.compile(
+    r"(?:(?:hf|sk|pk|gsk|r8|gh[opsur]|github_pat|glpat|xox[abpr]|nvapi|pplx|tgp|fw|dckr_pat|pypi)[_-]|AKIA|AIza|eyJ)"
+    r"(?:(?=[\w-]*[0-9A-Z])[\w-]{8,}|[a-z]{8,}$)"
+)
+"""How keys of well-known services begin."""
+_RANDOM = re.compile(r"[0-9a-fA-F]{32,}|(?=.*[0-9])(?=.*[a-z])(?=.*[A-Z])[0-9a-zA-Z]{20,}")
+"""What nobody would call a variable."""
 
-def _variable(name: str) -> str:
-    if not name.isidentifier():
+
+def looks_like_a_key(text: str) -> bool:
+    return bool(_KEYS.match(text) or _RANDOM.fullmatch(text))
+
+
+def check_variable(name: str) -> str:
+    """The name of an environment variable that holds a secret; the secret itself is refused, and not repeated."""
+    if not name.isidentifier() or not name.isascii() or looks_like_a_key(name):
         raise ValueError("must be the name of an environment variable, not the key itself")
     return name
 
@@ -22,14 +36,20 @@ def _server_url(url: str) -> str:
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
         usable = False
-    if not usable or parts.query or parts.fragment:
+    if not usable:
         raise ValueError("a server's URL looks like http://host:8000")
-    if parts.username or parts.password:
+    pieces = re.split(r"[/=&;?]", unquote(f"{parts.path}/{parts.query}/{parts.fragment}"))
+    if parts.username or parts.password or any(map(looks_like_a_key, pieces)):
         raise ValueError("a URL must not hold a password: put the key into an environment variable and name it: api_key_env")
+    if parts.query or parts.fragment:
+        raise ValueError(
+            "a server's URL has no query: it looks like http://host:8000, and a key goes into an environment variable that "
+            "api_key_env names"
+        )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-Variable = Annotated[str, AfterValidator(_variable)]
+Variable = Annotated[str, AfterValidator(check_variable)]
 Url = Annotated[str, AfterValidator(_server_url)]
 Urls = Annotated[list[str], AfterValidator(lambda urls: [_server_url(url) for url in urls])]
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -8,12 +8,16 @@ run directory, the project and all settings by dotted name, and gives an object 
         def log(self, step: int, values: Mapping[str, float]) -> None: ...
         def close(self) -> None: ...
 
+One that can take back what it was told has a method `rewind(step)`, called before the first `log` of a resumed run: the process
+before it may have been killed, and every step after `step` will come again.
+
 A tracker's own package is imported when a run starts, not when its settings are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -44,22 +48,51 @@ def _adopt(name: str, loaded: Any, where: str) -> OpenTracker:
 TRACKERS: Registry[OpenTracker] = Registry("tracker", "iwopd.trackers", _adopt)
 
 
-def open_tracker(name: str, folder: Path, project: str, settings: Mapping[str, Any]) -> TrackerBackend:
+def open_tracker(name: str, folder: Path, project: str, settings: Mapping[str, Any], after: int | None) -> TrackerBackend:
+    """`after`: of a resumed run, the step that it goes on after (-1: it begins again); None: the run is new."""
     try:
         opener = TRACKERS[name]
         folder.mkdir(parents=True, exist_ok=True)
-        return opener(folder, project, settings)
+        tracker = opener(folder, project, settings)
     except (ImportError, TypeError, KeyError) as error:
         raise ConfigError(f"the tracker {name!r} cannot be opened: {error}") from error
+    if after is not None and callable(rewind := getattr(tracker, "rewind", None)):
+        rewind(after)
+    return tracker
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers whose package is missing, before anything is loaded or made."""
+    for name in names:
+        try:
+            module = getattr(TRACKERS[name], "module", None)
+        except (ImportError, TypeError, KeyError) as error:
+            raise ConfigError(f"the tracker {name!r} cannot be opened: {error}") from error
+        if isinstance(module, str):
+            _need(module, name)
 
 
 class TensorBoard:
+    """Event files. Each step is in them when the next one begins, so that a killed run can take up where they end."""
+
+    module = "torch.utils.tensorboard"
+
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
-        self.writer = _need("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
+        self._open = partial(_need(self.module, "tensorboard").SummaryWriter, str(folder / "tensorboard"))
+        self._first: int | None = None
+
+    @cached_property
+    def writer(self) -> Any:
+        return self._open(purge_step=self._first)
+
+    def rewind(self, step: int) -> None:
+        """Readers drop what an earlier file says of later steps."""
+        self._first = step + 1
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
+        self.writer.flush()
 
     def close(self) -> None:
         self.writer.close()
@@ -67,6 +100,8 @@ class TensorBoard:
 
 class Wandb:
     """Weights & Biases. Its files belong to the run, not to wherever the command was started."""
+
+    module = "wandb"
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
         self._open("wandb", folder, project, settings, dir=str(folder))
@@ -84,6 +119,8 @@ class Wandb:
 
 class Trackio(Wandb):
     """trackio offers the same three calls, and keeps one database for all runs, in `TRACKIO_DIR`."""
+
+    module = "trackio"
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
         self._open("trackio", folder, project, settings)

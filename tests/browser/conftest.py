@@ -1,4 +1,4 @@
-"""A real Chromium for these tests: Debian's, found or installed here; without it the tests are skipped, with a reason."""
+"""A real Chromium for these tests: found, or installed where `debian` may; without it the tests are skipped, with a reason."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def browser() -> Iterator[Any]:
         _unavailable("playwright is not installed; `make setup` installs it")
     path = _chromium()
     if path is None:
-        _unavailable("no Chromium found; `apt-get install chromium`, or say where it is with IWOPD_CHROMIUM=/path/to/chromium")
+        _unavailable(f"{debian.missing('chromium')}, or say where it is with IWOPD_CHROMIUM=/path/to/chromium")
     with sync_playwright() as playwright:
         try:
             launched = playwright.chromium.launch(executable_path=path, args=list(FLAGS))

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,9 @@ from iwopd.eval import evalplus
 from iwopd.eval.code import CodeJob, SandboxError, check_code, check_code_many
 from iwopd.eval.evalplus import check_solution, check_solutions, expected_outputs
 from iwopd.eval.evalplus_problems import CodeProblem, load_problems
-from iwopd.eval.sandbox import bubblewrap, landlock, probe
+from iwopd.eval.sandbox import bubblewrap, interpreter, landlock, probe, wire
 from iwopd.eval.sandbox.backends import Backend
+from iwopd.eval.sandbox.run import Program, Report, run
 from shared_data import shared
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -33,8 +35,8 @@ ADD = "def add(a, b):\n    return a + b\n"
 
 @pytest.fixture(params=["bubblewrap", "landlock"])
 def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "bubblewrap":
-        debian.find("bwrap", "bubblewrap")
+    if request.param == "bubblewrap" and debian.find("bwrap", "bubblewrap") is None:
+        pytest.skip(f"bubblewrap was not exercised: {debian.missing('bubblewrap')}")
     problem = probe.examine(Backend(request.param))
     if problem is not None:
         pytest.skip(f"{request.param} was not exercised: {problem}")
@@ -73,6 +75,147 @@ def test_wrong_programs_do_not(backend: str, source: str, status: str, words: st
     assert re.search(words, outcome.detail), outcome.detail
     assert outcome.detail.isprintable()
     assert outcome.passed <= 1
+
+
+HONEST = {
+    "temporary files": """
+import os, tempfile
+def f():
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as file, tempfile.TemporaryFile("w+") as other:
+        os.mkdir(folder + "/sub")
+        with open(folder + "/a", "w") as text:
+            text.write("yes")
+        os.rename(folder + "/a", folder + "/sub/b")
+        other.write(open(folder + "/sub/b").read())
+        other.seek(0)
+        return other.read()
+""",
+    "files in its own folder": """
+import shutil
+def f():
+    open("a", "w").write("yes")
+    shutil.copyfile("a", "b")
+    return open("b").read()
+""",
+    "/dev/null": """
+import contextlib, os
+def f():
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        print("no")
+    return "yes"
+""",
+    "asyncio": """
+import asyncio
+async def one(word):
+    await asyncio.sleep(0.001)
+    return word
+async def both():
+    return "".join(await asyncio.gather(one("y"), one("es")))
+def f():
+    return asyncio.run(both())
+""",
+    "time zones": """
+import datetime, zoneinfo
+def f():
+    berlin = zoneinfo.ZoneInfo("Europe/Berlin")
+    return "yes" if datetime.datetime(2024, 7, 1, tzinfo=berlin).utcoffset() == datetime.timedelta(hours=2) else "no"
+""",
+    "sqlite": """
+import sqlite3
+def f():
+    base = sqlite3.connect("base")
+    base.execute("create table t (word)")
+    base.execute("insert into t values ('yes')")
+    base.commit()
+    return base.execute("select word from t").fetchone()[0]
+""",
+    "the standard library": """
+def f():
+    import importlib
+    importlib.invalidate_caches()
+    import colorsys, concurrent.futures, csv, ctypes, decimal, email.message, lzma, ssl, unittest.mock, xml.dom.minidom
+    return "yes"
+""",
+}
+
+
+@pytest.mark.parametrize("what", HONEST)
+def test_honest_programs_get_what_they_need(backend: str, what: str) -> None:
+    if what == "time zones" and interpreter.time_zones() is None:
+        pytest.skip("this machine has no time zones: neither the system's nor the package tzdata")
+    outcome = check_code(HONEST[what], "f", [([], "yes")], backend=backend)
+    assert (outcome.status, outcome.detail) == ("pass", "")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("def f():\n    open('a', 'wb').write(b'x' * (9 << 20))", "File too large"),
+        ("def f():\n    for n in range(20): open(str(n), 'wb').write(b'x' * (8 << 20))\n    while True: pass", "MiB|No space"),
+        ("import os\ndef f():\n    for n in range(9**9): os.mkdir(str(n))", "names"),
+        ("import os\ndef f():\n    while True: os.mkdir('n' * 200, 0o300), os.chdir('n' * 200)", "names|looked into"),
+    ],
+)
+def test_its_folder_is_small(backend: str, source: str, why: str) -> None:
+    outcome = check_code(source, "f", [([], 1)], timeout=20.0, backend=backend)
+    assert outcome.status == "error"
+    assert re.search(why, outcome.detail), outcome.detail
+
+
+def test_its_folder_is_new_every_time_and_gone_afterwards(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = "import os\ndef f():\n    seen = os.listdir()\n    os.makedirs('a/b', 0o300)\n    open('c', 'w')\n    return seen"
+    for _ in range(2):
+        assert check_code(source, "f", [([], [])], backend=backend).status == "pass"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sleep_is_limited_in_all(backend: str) -> None:
+    """Each nap is shorter than what one call may sleep, and their sum is not."""
+    source = "import time\ndef f():\n    time.sleep(0.2)\n    return 1"
+    calls: list[Report] = []
+    job = Program(source, "f", [wire.encode_plain([])] * 20, [9.0] * 20, 9.0, sleep=0.5)
+    end = run(job, Backend(backend), lambda report: calls.append(report) is None)  # type: ignore[arg-type]
+    assert end.status == "timeout"
+    assert re.search(r"asleep for 0\.[5-9] s in all", end.detail), end.detail
+    assert 1 <= len(calls) <= 3
+    assert end.slept > 0.5
+
+
+def test_base_and_plus_tests_share_their_sleep(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evalplus, "SLEEP_SECONDS", 0.7)
+    expected = expected_outputs(SQUARE, cache=tmp_path, backend=backend)
+    sleepy = "import time\ndef square(x):\n    time.sleep(0.2)\n    return x * x"
+    verdict = check_solution(SQUARE, sleepy, expected=expected, backend=backend)
+    assert (verdict.base.status, verdict.plus.status) == ("pass", "timeout")
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "status"),
+    [
+        ("fractions.Fraction(1, 2)", 0.5, "pass"),
+        ("[fractions.Fraction(1, 3)]", [1 / 3], "fail"),
+        ("decimal.Decimal('0.5')", 0.5, "pass"),
+        ("collections.namedtuple('P', 'x y')(1, 2.5)", (1, 2.5), "pass"),
+        ("collections.namedtuple('P', 'x y')(0.1 + 0.2, 0.1)", (0.3, 0.1), "fail"),
+        ("(0.1 + 0.2, 0.1)", (0.3, 0.1), "pass"),
+        ("enum.IntEnum('E', 'A B').B", 2, "pass"),
+        ("bytearray(b'x')", b"x", "pass"),
+        ("{1: 2}.keys()", {1}, "pass"),
+        ("{1: 2}.values()", [2], "fail"),
+        ("type('L', (list,), {})([1])", [1], "pass"),
+        ("type('D', (dict,), {})(a=1)", {"a": 1}, "pass"),
+        ("type('L', (list,), {})(range(500_000))", list(range(500_000)), "pass"),
+        ("set(range(50_000))", set(range(50_000)), "pass"),
+        ("set(range(50_000))", set(range(50_001)), "fail"),
+    ],
+)
+def test_results_are_judged_as_evalplus_judges_them(result: str, expected: Any, status: str) -> None:
+    """By `==` whatever the type; with a tolerance only where the types agree."""
+    source = f"import collections, decimal, enum, fractions\ndef f():\n    return {result}"
+    assert check_code(source, "f", [([], expected)]).status == status
 
 
 def test_every_call_gets_its_own_arguments(backend: str) -> None:
@@ -206,7 +349,7 @@ def test_the_self_test_notices_a_missing_wall(monkeypatch: pytest.MonkeyPatch, w
     if probe.examine(Backend("landlock")) is not None:
         pytest.skip(f"landlock was not exercised: {probe.examine(Backend('landlock'))}")
     walls = Backend.walls
-    monkeypatch.setattr(Backend, "walls", lambda self, cpu: walls(self, cpu) | {wall: [] if wall == "readable" else False})
+    monkeypatch.setattr(Backend, "walls", lambda *given: walls(*given) | {wall: [] if wall == "readable" else False})
     assert "broke out" in str(probe.self_test(Backend("landlock")))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from iwopd.cli import add_command, main
 from iwopd.commands.engine_options import engine_choice
@@ -165,6 +166,49 @@ def test_a_server_follows_the_student(tmp_path: Path) -> None:
     assert all(step["correction/ratio_deviation"] < 1e-3 for step in steps)
     assert server.asked.count("/collective_rpc") == server.asked.count("/reset_prefix_cache") == 3
     assert [path.name for path in folder.iterdir()] == ["weights-000003"]
+
+
+class Restarted(RolloutServer):
+    """Started again in the midst of a step: the request under way is lost, and the weights are the first ones."""
+
+    def __init__(self, model: Any, at: int | None) -> None:
+        super().__init__(model)
+        self.first = {name: value.clone() for name, value in model.state_dict().items()}
+        self.at = at
+        """The completion that is lost."""
+
+    def events(self, body: dict[str, Any]) -> Iterator[bytes]:
+        return iter(()) if self._lost() else super().events(body)
+
+    def answer(self, path: str, body: Any) -> Any:
+        if path == "/v1/completions" and self._lost():
+            raise ConnectionAbortedError
+        return super().answer(path, body)
+
+    def _lost(self) -> bool:
+        if self.at is None or len(self.streams) + self.asked.count("/v1/completions") != self.at:
+            return False
+        self.at = None
+        self.model.load_state_dict(self.first)
+        return True
+
+
+@pytest.mark.parametrize("horizon", [{}, {"type": "drift", "block": 4, "threshold": 1e-6}], ids=["whole", "streamed"])
+def test_a_server_that_was_started_again_gets_the_weights_of_the_step(horizon: dict[str, Any], tmp_path: Path) -> None:
+    settings = save_pair(tmp_path)
+
+    def weights(name: str, at: int | None) -> dict[str, torch.Tensor]:
+        server = Restarted(make_model("qwen3", seed=1), at)
+        with serving(server) as url:
+            reached = {"url": url, "weights_folder": str(tmp_path / f"{name}-weights"), "max_in_flight": 1}
+            changes = {"engine": {"server": reached}, "steps": 3, "optim": {"lr": 3e-3}}
+            rollout = {**settings["rollout"], "engine": "server", "mismatch_limit": 9.0, "horizon": horizon}
+            run_training(make_config({**settings, **changes, "rollout": rollout}), tmp_path / name)
+        assert server.at is None
+        return load_file(max((tmp_path / name / "checkpoints").glob("step-*")) / "model" / "model.safetensors")
+
+    calm, disturbed = weights("calm", None), weights("disturbed", 27)  # in the second step
+    assert all(torch.equal(calm[name], disturbed[name]) for name in calm)
 
 
 def test_limits_and_listeners_of_a_server(tmp_path: Path) -> None:

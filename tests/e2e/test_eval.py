@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ import pytest
 import tomli_w
 
 from iwopd.cli import main
+from iwopd.eval import evalplus
+from iwopd.eval.sandbox import probe
 from iwopd.runs.directory import RunDirectory
 from models import save_byte_model, save_pair
 from shared_data import FOLDER, shared
@@ -93,6 +96,44 @@ def test_the_real_files_end_to_end(model: Path, tmp_path: Path) -> None:
     assert set(found["mbpp+"]["outcomes"]) <= {"fail", "error", "timeout"}
     summary = json.loads(text.splitlines()[-1]) if text.splitlines()[-1].startswith("{") else None
     assert summary is None or summary["tasks"]["aime24"]["problems"] == 6
+
+
+@pytest.mark.parametrize("sandboxed", [True, False])
+def test_the_sandbox_is_recorded_and_printed(
+    model: Path, tmp_path: Path, sandboxed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not sandboxed:
+        monkeypatch.setattr(probe, "_found", {"bubblewrap": "not here", "landlock": "not here"})
+    elif None not in probe.findings().values():
+        pytest.skip("no sandbox works here")
+    problem = {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "entry_point": "f", "canonical_solution": "    return x\n"}
+    problem |= {"base_input": [[1]], "plus_input": [[2]], "atol": 0}
+    (tmp_path / "code.jsonl").write_text(json.dumps(problem) + "\n")
+    options = [
+        "--model",
+        model,
+        "--tasks",
+        "humaneval+",
+        "--data",
+        f"humaneval+={tmp_path}/code.jsonl",
+        "--max-tokens",
+        "4",
+    ]
+    monkeypatch.setattr(evalplus, "_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("COLUMNS", "200")
+    out = tmp_path / "out"
+    if not sandboxed:  # refused before a model is loaded
+        with pytest.raises(SystemExit):
+            main(["eval", *map(str, options), "--out", str(out)])
+        assert "no sandbox works here" in capsys.readouterr().err
+        assert not out.exists()
+        options.append("--unsafe-no-sandbox")
+    with contextlib.suppress(SystemExit):
+        main(["eval", *map(str, options), "--out", str(out)])
+    used = results(out)["humaneval+"]["sandbox"]
+    assert used == (probe.choose().name if sandboxed else "none: programs ran unprotected (--unsafe-no-sandbox)")
+    assert samples(out, "humaneval+")[0]["sandbox"] == used
+    assert f"humaneval+: sandbox {used}" in capsys.readouterr().out
 
 
 def test_a_killed_evaluation_goes_on_and_ends_the_same(model: Path, problems: Path, tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def user(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["bubblewrap", "landlock"])
 def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "bubblewrap":
-        debian.find("bwrap", "bubblewrap")
+    if request.param == "bubblewrap" and debian.find("bwrap", "bubblewrap") is None:
+        pytest.skip(f"bubblewrap was not exercised: {debian.missing('bubblewrap')}")
     problem = probe.examine(Backend(request.param))
     if problem is not None:
         pytest.skip(f"{request.param} was not exercised: {problem}")
@@ -103,7 +103,7 @@ def attack(backend: str, user: str, interpreter: dict[bool, str]) -> dict[str, A
 
 
 def test_there_are_enough_programs() -> None:
-    assert len(PROGRAMS) >= 60
+    assert len(PROGRAMS) >= 68
     for name in PROGRAMS:
         assert (HOSTILE / f"{name}.py").read_text().startswith("# "), f"{name} does not say what it tries"
 
@@ -114,6 +114,7 @@ def test_no_hostile_program_passes(attack: dict[str, Any], program: str) -> None
     seen = attack["results"][program]
     assert seen["status"] in ("fail", "error", "timeout"), seen
     assert seen["harm"] == [], seen
+    assert "broke out" not in seen["detail"], seen
     assert seen["seconds"] < 60.0, seen
 
 
@@ -122,7 +123,7 @@ def test_the_evaluator_is_unharmed(attack: dict[str, Any], user: str) -> None:
     assert (attack["user"] == 0) == (user == "root")
     assert attack["children"] == [], "something is left running"
     assert attack["changed"] == {}, "settings, limits or open files of the evaluator changed"
-    assert attack["strays"] == [], "files were written"
+    assert attack["strays"] == [], "files were written, or a private folder was left"
     assert attack["memory_mib"] < 64.0, f"the evaluator grew by {attack['memory_mib']:.0f} MiB"
 
 

@@ -35,6 +35,13 @@ PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 def main() -> None:
     backend, *programs = sys.argv[1:]
+    with tempfile.TemporaryDirectory(prefix="iwopd-harness-") as folder:
+        Path(folder).chmod(0o755)
+        tempfile.tempdir = folder  # private folders of programs come here, and are gone in the end
+        _main(backend, programs, Path(folder))
+
+
+def _main(backend: str, programs: list[str], place: Path) -> None:
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # subreaper: whatever loses its parent becomes our child, and is seen
     check_code("def f():\n    return 1", "f", [([], 1)], backend=backend, unsafe=backend == "none")  # self-test, imports
     kept = tempfile.TemporaryFile()  # noqa: SIM115 - open to the end, for programs that look for what we left open
@@ -54,7 +61,8 @@ def main() -> None:
                 "memory_mib": grown / 1024,
                 "children": _children(),
                 "changed": {name: [value, now] for name, value in before.items() if (now := _state()[name]) != value},
-                "strays": [str(path) for place in PLACES for path in Path(place).glob(f"*{MARK}*")],
+                "strays": [str(path) for place in PLACES for path in Path(place).glob(f"*{MARK}*")]
+                + [str(path) for path in place.iterdir()],
             }
         )
     )

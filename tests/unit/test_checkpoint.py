@@ -460,6 +460,33 @@ def test_a_newer_format_is_refused_and_left_where_it_is(store: CheckpointStore) 
     assert names(store) == ["step-000010", "step-000020"]
 
 
+@pytest.mark.parametrize(
+    "name", ["model/zz.safetensors", "model/.zz.safetensors", "model/adapter_config.json", "model/code.py", "optimizer-2.json"]
+)
+def test_files_beside_the_manifest_are_refused(store: CheckpointStore, messages: list[str], name: str) -> None:
+    save(store, 1, 2)
+    folder = store.directory / "step-000002"
+    (folder / "model" / ".DS_Store").write_text("a file manager's")
+    assert newest(store).step == 2
+    stranger = folder / name
+    stranger.write_bytes(next((folder / "model").glob("model*.safetensors")).read_bytes())
+    for read in (store.latest, lambda: store.open(2)):
+        with pytest.raises(CheckpointError, match=rf"holds {name}, which its manifest.json does not list.*Move it elsewhere"):
+            read()
+    stranger.unlink()
+    assert newest(store).step == 2  # it was never set aside
+    assert messages == []
+
+
+def test_a_weight_that_two_files_hold_is_refused(store: CheckpointStore) -> None:
+    save(store, 1)
+    checkpoint = newest(store)
+    (weights,) = checkpoint.model_path.glob("*.safetensors")
+    (checkpoint.model_path / "zz.safetensors").write_bytes(weights.read_bytes())
+    with pytest.raises(CheckpointError, match=r"zz.safetensors holds .*, which another file in .* holds, too"):
+        checkpoint.load_model_weights(torch.nn.Linear(1, 1))
+
+
 def test_several_damaged_ones_are_all_kept(store: CheckpointStore, messages: list[str]) -> None:
     for _ in range(3):
         flip(save(store, 20) / "state.json", 2)

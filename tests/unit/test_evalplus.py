@@ -11,8 +11,9 @@ import pytest
 
 from iwopd.data.sources import SourceError
 from iwopd.eval.code import close, is_floats, same
-from iwopd.eval.evalplus import _Right, extract_code
+from iwopd.eval.evalplus import _Right
 from iwopd.eval.evalplus_problems import CodeProblem, load_problems
+from iwopd.eval.fences import extract_code
 from iwopd.eval.sandbox import wire
 from iwopd.eval.sandbox.run import Digest
 

@@ -139,7 +139,7 @@ def test_the_gaps_of_spans_sum_up_to_the_difference_of_both_log_probs_of_the_tex
     ours: Family, theirs: Family, letters: list[str], ended: bool
 ) -> None:
     one, other = student(ours), teacher(theirs)
-    written = rollout(one, answer_ids(one, "".join(letters)), ended=ended)
+    written = rollout(one, answer_ids(one, "a" + "".join(letters)), ended=ended)  # a space alone may be no text
     own, scorer = model(one, ours), model(other, "other " + theirs)
     [old] = own.score([written])
     read = kept(ours, theirs)

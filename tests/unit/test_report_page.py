@@ -161,6 +161,15 @@ def test_summary_compares_pairs(tmp_path: Path) -> None:
     assert rows["OPD"]["final"].mean == pytest.approx(100 * means["opd"])
 
 
+def test_the_summary_says_in_which_sandbox_programs_ran(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_report([run], tmp_path / "without.html")
+    assert "Sandbox in which" not in (tmp_path / "without.html").read_text()
+    lines(run / "evals.jsonl", [dict(record, sandbox="none: <unprotected>") for record in read_lines(run / "evals.jsonl")])
+    write_report([run], tmp_path / "with.html")
+    assert "Sandbox in which programs ran: none: &lt;unprotected&gt;." in (tmp_path / "with.html").read_text()
+
+
 def test_runs_of_different_tasks_are_shown_but_not_compared(tmp_path: Path) -> None:
     make_run(tmp_path / "opd")
     make_run(tmp_path / "iw-opd", "iw-opd", task="other")

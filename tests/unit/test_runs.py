@@ -160,8 +160,6 @@ def test_a_damaged_line_stops_a_strict_reader_and_is_noted_by_a_lenient_one(tmp_
     log.write_text("".join([*lines[:2], "{\n", *lines[3:], '{"step": 11}']))
     with pytest.raises(RunError, match=r"metrics.jsonl, line 3 is damaged"):
         list(RunDirectory(folder).read("metrics.jsonl"))
-    with pytest.raises(RunError, match=r"line 3 is damaged"):
-        RunDirectory(folder).rewind(5)
     notes = Notes()
     assert len(Run(folder, "run", notes).metrics) == 9  # an unfinished last line is left out, even if it could be read
     assert any("1 of 11 lines" in note.text for note in notes.items)
@@ -187,3 +185,73 @@ def test_the_settings_of_an_older_run_are_read_under_their_new_names(tmp_path: P
     assert other.method.objective == "divergence"
     with pytest.raises(ConfigError, match="clip is not used by objective 'divergence'"):
         load_config(run.path / "config.toml", {"method.objective": "divergence", "method.clip": 0.3}, saved=True)
+
+
+DAMAGED = [
+    b"{\n",
+    b"\xff\xfe\x00\n",
+    b'{"step": 3, "loss": "\xff"}\n',
+    b"null\n",
+    b'{"loss": 1.0}\n',
+    b'{"step": "3"}\n',
+    b'{"step": true}\n',
+    b'{"step": 1' + b"0" * 400 + b"}\n",
+    b'{"step": 3, "loss": 1' + b"0" * 400 + b"}\n",
+    b'{"step": 3, "loss": 1e400}\n',
+    b'{"step": 3, "loss": {"a": 1}}\n',
+    b'{"step": 3, "position/kl": [1, "x"]}\n',
+    b"[" * 100_000 + b"\n",
+    b'{"step": 3, "loss": 1' + b"0" * 5000 + b"}\n",
+]
+
+
+def test_damaged_lines_do_not_block_a_resume_and_are_kept_aside(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=10)
+    log, said = folder / "metrics.jsonl", list[str]()
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*lines[:2], *DAMAGED, *lines[2:], b'{"step": 11']))
+    RunDirectory(folder).rewind(5, said.append)
+    assert log.read_bytes() == b"".join(lines[:5])  # bit for bit
+    assert (folder / "metrics.jsonl.damaged").read_bytes() == b"".join(DAMAGED)
+    (words,) = said
+    assert "metrics.jsonl: damaged lines (line 3, 4, 5, …) were moved to metrics.jsonl.damaged" in words
+    assert [record["step"] for record in RunDirectory(folder).read("metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_damaged_evaluations_do_not_block_a_resume(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=10)
+    log, said = folder / "evals.jsonl", list[str]()
+    good = log.read_bytes()
+    first = json.loads(good.splitlines()[0])
+    changes: list[dict[str, Any]] = [
+        {"task": 3},
+        {"scores": [["x"]]},
+        {"scores": [[10**400]]},
+        {"problem_ids": 5},
+        {"task": None},
+    ]
+    log.write_bytes(b"".join(json.dumps({**first, **change}).encode() + b"\n" for change in changes) + good)
+    run = RunDirectory(folder)
+    run.rewind(10**6, said.append)
+    assert log.read_bytes() == good
+    assert "evals.jsonl: damaged lines (line 1, 2, 3, …)" in said[0]
+    model_card(config(), run, 10)  # reads all of it
+
+
+def test_an_undamaged_log_is_left_alone(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=10)
+    before = {path.name: path.read_bytes() for path in folder.glob("*.jsonl")}
+    RunDirectory(folder).rewind(10**6, pytest.fail)
+    assert {path.name: path.read_bytes() for path in folder.glob("*.jsonl*")} == before
+
+
+def test_a_directory_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create(config(), "data")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("iwopd.runs.directory.write_atomic", full)
+    with pytest.raises(RunError, match=r"cannot write .*config.toml: No space left on device"):
+        run.check_resume(config(), "data", allow_changes=False)

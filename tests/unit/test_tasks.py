@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from iwopd.config import make_config
-from iwopd.data.sources import Release, records
+from iwopd.data.sources import Hub, Release, records
 from iwopd.errors import UserError
 from iwopd.eval.catalog import MATH_SUFFIX, TASKS, find_task, load_task
 from iwopd.eval.checkers import exact_checker, math_checker
+from iwopd.eval.problems import TaskError
 from iwopd.tiny import build_tokenizer
 from iwopd.train.assembly import load_tasks
 from iwopd.types import Prompt
@@ -196,3 +200,39 @@ def test_a_released_file_is_fetched_once(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UserError, match="--data TASK=FILE"):
         Release((tmp_path / "gone.jsonl.gz").as_uri()).fetch()
     assert not list(first.parent.glob("*.part"))
+
+
+def test_a_released_file_with_other_content_is_refused_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "Released.jsonl"
+    source.write_bytes(b'{"a": 1}\n')
+    release = Release(source.as_uri(), hashlib.sha256(source.read_bytes()).hexdigest())
+    kept = release.fetch()
+    kept.write_bytes(b'{"a": 2}\n')
+    with pytest.raises(UserError, match=r"Released.jsonl, once loaded from .* has SHA-256 .*Delete it and try again"):
+        release.fetch()
+    kept.unlink()
+    source.write_bytes(b'{"a": 3}\n')
+    with pytest.raises(UserError, match=r"has SHA-256 .*somebody changed it"):
+        release.fetch()
+    assert list(kept.parent.iterdir()) == []
+
+
+def test_every_file_that_we_name_by_address_has_a_hash() -> None:
+    sources = {name: TASKS[name].source for name in TASKS}
+    released = {name: source for name, source in sources.items() if isinstance(source, Release)}
+    assert released.keys() == {"humaneval+", "mbpp+"}
+    assert all(re.fullmatch(r"[0-9a-f]{64}", str(source.sha256)) for source in released.values())
+
+
+@pytest.mark.parametrize("given", ["abc", 5])
+def test_a_task_can_name_the_hash_of_its_file(tmp_path: Path, given: Any) -> None:
+    task = {"checker": "exact", "hub": "org/name", "hub_file": "test.jsonl"}
+    path = tmp_path / "own.toml"
+    path.write_text(tomli_w.dumps({**task, "sha256": "0" * 64}))
+    source = find_task(str(path)).source
+    assert isinstance(source, Hub)
+    assert source.sha256 == "0" * 64
+    path.write_text(tomli_w.dumps({**task, "sha256": given}))
+    with pytest.raises(TaskError, match="sha256 is that of the file on the hub"):
+        find_task(str(path))

@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from iwopd.eval.runner import Evaluation
 from iwopd.eval.task import Verdict
 from iwopd.runs.directory import RunDirectory
 from iwopd.runs.logs import RunError
+from iwopd.trackers import check_trackers, open_tracker
 from iwopd.train.tracking import Tracker
 from iwopd.types import EvalResult, StepStats
 
@@ -91,6 +93,25 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("eval/tiny")] == [0.5]
 
 
+def test_tensorboard_does_not_repeat_steps_after_a_kill(tmp_path: Path) -> None:
+    """A process that logs to step 7 is killed; the run goes on after its checkpoint of step 4."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    code = "import os, sys; from pathlib import Path; from iwopd.trackers import open_tracker; "
+    code += "tracker = open_tracker('tensorboard', Path(sys.argv[1]), 'p', {}, None); "
+    code += "[tracker.log(step, {'loss': step}) for step in range(8)]; os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    time.sleep(1.1)  # files are read in the order of their seconds
+    tracker = open_tracker("tensorboard", tmp_path, "p", {}, 4)
+    for step in range(5, 10):
+        tracker.log(step, {"loss": step + 100})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(10))  # nothing twice, and nothing lost
+    assert [event.value for event in events.Scalars("loss")] == [0, 1, 2, 3, 4, 105, 106, 107, 108, 109]
+
+
 def test_wandb_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real library, offline: what it would upload lies in the run directory."""
     pytest.importorskip("wandb")
@@ -119,6 +140,8 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(tmp_path: Path,
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"the tracker 'wandb' is not installed .*pip install 'iwopd\[wandb\]'"):
         follow(tmp_path, "off", terminal=False, trackers=["wandb"])
+    with pytest.raises(ConfigError, match=r"the tracker 'wandb' is not installed"):
+        check_trackers(["tensorboard", "wandb"])  # before anything is loaded or made
 
 
 def test_run_directories_say_what_is_wrong_with_them(tmp_path: Path) -> None:
@@ -140,5 +163,5 @@ def test_a_line_that_was_cut_off_is_left_out_and_rewind_drops_later_steps(tmp_pa
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     assert [record["step"] for record in run.read("metrics.jsonl")] == [1, 2, 3]
-    run.rewind(2)
+    run.rewind(2, pytest.fail)
     assert [record["step"] for record in run.read("metrics.jsonl")] == [1, 2]

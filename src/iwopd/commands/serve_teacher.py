@@ -50,11 +50,16 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.model_facts import context_length
     from iwopd.models import load_model
     from iwopd.rope import fix_rope
+    from iwopd.section import check_variable
     from iwopd.teacher.serving import ServingError, TeacherServer
     from iwopd.teacher.serving_model import ServingModel, served_vocabulary
 
     if not 0 <= options.port < 2**16:
         raise ServingError(f"--port must lie between 0 and 65535, got {options.port}")
+    try:
+        check_variable(options.token_env)
+    except ValueError as error:
+        raise ServingError(f"--token-env {error}") from None
     if options.cache_gb is not None and not 0 <= options.cache_gb < 2**20:
         raise ServingError(f"--cache-gb must not be negative, got {options.cache_gb}")
     if options.threads is not None:

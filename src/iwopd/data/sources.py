@@ -19,6 +19,7 @@ from typing import Any
 import platformdirs
 
 from iwopd.errors import UserError
+from iwopd.filesystem import sha256
 
 DATA_FOLDER = "IWOPD_DATA"
 """Environment variable: a folder whose files are preferred to downloads."""
@@ -39,6 +40,8 @@ class Hub:
     file: str
     """Path in the repository: parquet or JSONL."""
     revision: str = "main"
+    sha256: str | None = None
+    """Of the file; None: whatever the revision holds."""
 
     def __str__(self) -> str:
         return f"hub:{self.repo}@{self.revision}/{self.file}"
@@ -47,9 +50,11 @@ class Hub:
         from huggingface_hub import hf_hub_download
 
         try:
-            return Path(hf_hub_download(self.repo, self.file, repo_type="dataset", revision=self.revision))
+            path = Path(hf_hub_download(self.repo, self.file, repo_type="dataset", revision=self.revision))
         except Exception as error:  # offline, gone, gated, renamed: the hub has an error class for each
             raise SourceError(f"cannot get {self} ({_first_line(error)}); {REMEDY}") from None
+        check_file(path, self.sha256, str(self))
+        return path
 
 
 @dataclass(frozen=True)
@@ -57,17 +62,21 @@ class Release:
     """A file at a URL, kept in the user's cache."""
 
     url: str
+    sha256: str | None = None
+    """Of the file, unpacked."""
 
     def fetch(self) -> Path:
         name = self.url.rpartition("/")[2].removesuffix(".gz")
         path = Path(platformdirs.user_cache_dir("iwopd")) / "data" / name
         if path.exists():
+            check_file(path, self.sha256, f"{path}, once loaded from {self.url},")
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{name}.{os.getpid()}.part")
         try:
             with urllib.request.urlopen(self.url, timeout=60) as response, draft.open("wb") as file:
                 shutil.copyfileobj(gzip.GzipFile(fileobj=response) if self.url.endswith(".gz") else response, file)
+            check_file(draft, self.sha256, self.url)
             draft.replace(path)
         except (OSError, EOFError) as error:
             raise SourceError(f"cannot get {self.url} ({error}); {REMEDY}") from None
@@ -89,6 +98,15 @@ class Local:
 
 
 Source = Hub | Release | Local
+
+
+def check_file(path: Path, expected: str | None, what: str) -> None:
+    """Refuse a file with other content than the one that was tested."""
+    if expected is not None and (found := sha256(path)) != expected:
+        raise SourceError(
+            f"{what} has SHA-256 {found[:16]}..., not {expected[:16]}...: it is damaged, or somebody changed it. Delete it and "
+            f"try again, or {REMEDY}"
+        )
 
 
 def local_copy(name: str) -> Local | None:

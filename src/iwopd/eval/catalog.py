@@ -14,6 +14,7 @@ or a `TaskSpec` (or a function that returns one) that an entry point in the grou
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -43,8 +44,9 @@ def _math(name: str, source: Source, local_name: str, **more: Any) -> TaskSpec:
     return TaskSpec(name, "math", source, local_name, suffix=MATH_SUFFIX, samples=32, **more)
 
 
-def _code(name: str, release: str, file: str) -> TaskSpec:
-    return TaskSpec(name, "code", Release(f"https://github.com/evalplus/{release}/{file}.gz"), file, temperature=0.0)
+def _code(name: str, release: str, file: str, sha256: str) -> TaskSpec:
+    source = Release(f"https://github.com/evalplus/{release}/{file}.gz", sha256)
+    return TaskSpec(name, "code", source, file, temperature=0.0)
 
 
 for _spec in (
@@ -59,8 +61,18 @@ for _spec in (
         problem="question",
         answer_after="####",
     ),
-    _code("humaneval+", "humanevalplus_release/releases/download/v0.1.10", "HumanEvalPlus.jsonl"),
-    _code("mbpp+", "mbppplus_release/releases/download/v0.2.0", "MbppPlus.jsonl"),
+    _code(
+        "humaneval+",
+        "humanevalplus_release/releases/download/v0.1.10",
+        "HumanEvalPlus.jsonl",
+        "42526ec0e7d5f3ee0b06d6ced98f8c8bae3d76519151bfb3d36f79010645bd7f",
+    ),
+    _code(
+        "mbpp+",
+        "mbppplus_release/releases/download/v0.2.0",
+        "MbppPlus.jsonl",
+        "b54e762755248ca411b523c917fa9f93c07b5ff2966bf60b3917b853926a3dad",
+    ),
     TaskSpec("tiny", "tiny"),
     TaskSpec("tiny-drift", "tiny", world="drift"),
 ):
@@ -95,7 +107,7 @@ def _from_toml(path: Path) -> TaskSpec:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise TaskError(f"cannot read the task file {path}: {error}") from None
     known = {field.name for field in fields(TaskSpec)} - {"source", "local_name", "world"}
-    known |= {"file", "hub", "hub_file", "revision"}
+    known |= {"file", "hub", "hub_file", "revision", "sha256"}
     if unknown := [name for name in values if name not in known]:
         raise TaskError(f"{path}: unknown key {unknown[0]!r}{suggestion(unknown[0], sorted(known))}")
     spec = TaskSpec(str(values.pop("name", path.stem)), "math", _toml_source(values, path))
@@ -110,11 +122,14 @@ def _from_toml(path: Path) -> TaskSpec:
 
 
 def _toml_source(values: dict[str, Any], path: Path) -> Source | None:
-    file, repo, inside, revision = (values.pop(name, None) for name in ("file", "hub", "hub_file", "revision"))
+    names = ("file", "hub", "hub_file", "revision", "sha256")
+    file, repo, inside, revision, sha256 = (values.pop(name, None) for name in names)
+    if sha256 is not None and (repo is None or not re.fullmatch(r"[0-9a-f]{64}", str(sha256))):
+        raise TaskError(f"{path}: sha256 is that of the file on the hub: 64 digits, with hub and hub_file")
     if file is not None:
         return Local(path.parent / str(file))
     if repo is None:
         return None
     if inside is None:
         raise TaskError(f"{path}: with hub, hub_file must name the file in the repository")
-    return Hub(str(repo), str(inside), str(revision or "main"))
+    return Hub(str(repo), str(inside), str(revision or "main"), sha256)

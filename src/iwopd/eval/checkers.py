@@ -6,7 +6,6 @@ judges answers by the prompts' field `answer` (`eval.task.one_by_one` makes one 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -98,9 +97,12 @@ def exact_checker(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdi
 
 def code_task(spec: TaskSpec, opening: Opening) -> Task:
     """Problems of EvalPlus, with base and plus tests in the sandbox; right means that both pass."""
-    from iwopd.eval.evalplus import check_solutions, extract_code
+    from iwopd.eval.evalplus import check_solutions
     from iwopd.eval.evalplus_problems import load_problems
+    from iwopd.eval.fences import extract_code
+    from iwopd.eval.sandbox import probe
 
+    sandbox = probe.description(unsafe=opening.unsafe)  # refuses here, before a model is loaded
     problems = {problem.id: problem for problem in load_problems(problem_file(spec, opening.data))}
 
     def judge(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
@@ -117,7 +119,7 @@ def code_task(spec: TaskSpec, opening: Opening) -> Task:
         opening.prompt(spec, problem.id, f"{CODE_INSTRUCTION}```python\n{problem.prompt.strip()}\n```")
         for problem in list(problems.values())[: opening.limit]
     ]
-    return Task(spec.name, prompts, judge, spec.samples, spec.temperature, spec.max_tokens)
+    return Task(spec.name, prompts, judge, spec.samples, spec.temperature, spec.max_tokens, sandbox)
 
 
 def tiny_task(spec: TaskSpec, opening: Opening) -> Task:
@@ -168,4 +170,4 @@ CHECKERS.add("tiny", OwnProblems(tiny_task, PromptChecker(tiny_checker, _no_expr
 
 
 def _squeeze(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip()
+    return " ".join(text.split())

@@ -11,6 +11,7 @@ import numpy as np
 
 from iwopd.eval.sandbox import probe, wire
 from iwopd.eval.sandbox.run import Digest, End, Program, Report, SandboxError, run
+from iwopd.eval.sandbox.unbuilt import Bag, Ratio, Related, built
 from iwopd.eval.workers import in_parallel
 
 __all__ = ["CodeJob", "CodeOutcome", "SandboxError", "Status", "check_code", "check_code_many", "same"]
@@ -204,12 +205,17 @@ def _printable(text: str) -> str:
 def _shown(value: Any) -> str:
     """A short form: `repr` could take megabytes, and raises for a long int."""
     kind = type(value)
+    if kind is Related:
+        return _shown(value.value)
+    if kind is Ratio:
+        return f"{_shown(value.numerator)} / {_shown(value.denominator)}"
     if kind is int and value.bit_length() > 256:
         return f"an int of {value.bit_length()} bits"
     if kind in (str, bytes):
         return repr(value[:60]) + ("…" if len(value) > 60 else "")
+    if kind is Bag and value:
+        kind, value = value.kind, value.items
     if kind in (list, tuple, set, frozenset, dict) and value:
-        items = value.items() if kind is dict else value
-        first = [_shown(item) for item, _ in zip(items, range(3), strict=False)]
+        first = [_shown(item) for item, _ in zip(value, range(3), strict=False)]
         return f"{kind.__name__} of {len(value)}: {', '.join(first)}{', …' if len(value) > 3 else ''}"[:200]
-    return repr(value)
+    return repr(built(value))

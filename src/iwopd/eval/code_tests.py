@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from iwopd.eval.code import CodeOutcome, Judge, same
-from iwopd.eval.evalplus import extract_code
+from iwopd.eval.fences import defines, extract_code
 from iwopd.eval.sandbox import probe, wire
 from iwopd.eval.sandbox.run import Program, run
 from iwopd.eval.task import Verdict
@@ -105,7 +104,7 @@ def _check(tests: CodeTests, text: str) -> CodeOutcome:
 
 def _function(text: str, name: str) -> str:
     """The program that defines the function, at the top or as a method of `Solution`, as answers to such problems do."""
-    if re.search(rf"^(?:async\s+)?def\s+{re.escape(name)}\b|^{re.escape(name)}\s*=", text, re.MULTILINE):
+    if defines(text, name):
         return extract_code(text, name)
     source = extract_code(text, "Solution")
     return f"{source}\n{name} = Solution().{name}\n" if "class Solution" in source else source

@@ -8,7 +8,7 @@ Where we differ, on purpose:
 - HumanEval/32 (`find_zero`): EvalPlus checks the root and then forgets to count the test, so no solution passes. Here the check
   counts. `as_published=True` gives EvalPlus's verdict, for numbers to put beside published ones.
 - A tolerance never stretches one shape over another, as numpy would.
-- Programs see the standard library only, have 2 GiB, and their limits are in CPU time.
+- Programs see the standard library only, have 2 GiB, and their limits are in CPU time. docs/evaluation.md has the whole list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,12 +30,13 @@ from iwopd.data.sources import SourceError
 from iwopd.eval.code import FLOAT_ATOL, CodeOutcome, Judge, check_all, close, is_floats, same
 from iwopd.eval.evalplus_problems import CodeProblem
 from iwopd.eval.sandbox import probe, wire
-from iwopd.eval.sandbox.run import Digest, Program, Report, run
+from iwopd.eval.sandbox.run import SLEEP_SECONDS, Digest, Program, Report, run
+from iwopd.eval.sandbox.unbuilt import Related, built, same_elements
 
 MIN_SECONDS, REFERENCE_FACTOR, MOST_SECONDS = 1.0, 4.0, 60.0
 """EvalPlus's limits: a test may take 4 times as long as the canonical solution, but 1 s in any case; all together 60 s."""
 _CANONICAL_SECONDS = 600.0
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ def _run_canonical(problem: CodeProblem, inputs: list[Any], unsafe: bool, backen
         return report.error is None
 
     arguments, limits = [wire.encode_plain(item) for item in inputs], [_CANONICAL_SECONDS] * len(inputs)
-    job = Program(problem.reference, problem.entry_point, arguments, limits, _CANONICAL_SECONDS)
+    job = Program(problem.reference, problem.entry_point, arguments, limits, _CANONICAL_SECONDS, _CANONICAL_SECONDS)
     end = run(job, probe.choose(unsafe=unsafe, name=backend), receive)
     if end.status != "complete":
         reason = end.detail or (reports[-1].error if reports else end.status)
         raise SourceError(f"{problem.id}: the canonical solution gives no expected outputs: {reason}")
-    outputs = [report.value for report in reports]
+    outputs = [built(report.value) for report in reports]
     if problem.dataset == "mbpp" and problem.entry_point in _NOT_NONE:
         outputs = [output is not None for output in outputs]
     return Expected(outputs, [report.seconds for report in reports])
@@ -150,19 +150,24 @@ def check_solution(
     unsafe: bool = False,
     backend: str | None = None,
 ) -> CodeVerdict:
-    """Run the whole program `source` (see `extract_code`) on the problem's base and plus tests, each in a fresh process."""
+    """Run the whole program `source` on the problem's base and plus tests, each in a fresh process.
+
+    Both together may sleep 10 s; their CPU time is limited as EvalPlus limits it.
+    """
     expected = expected or expected_outputs(problem, unsafe=unsafe, backend=backend)
     chosen = probe.choose(unsafe=unsafe, name=backend)
-    outcomes = []
+    outcomes, sleep = [], SLEEP_SECONDS
     for inputs, part in zip((problem.base_input, problem.plus_input), expected, strict=True):
         if not inputs:
             outcomes.append(CodeOutcome("pass", "", 0, 0, 0.0))
             continue
         limits = [max(MIN_SECONDS, REFERENCE_FACTOR * seconds) for seconds in part.seconds]
         total = max(min(MOST_SECONDS, sum(limits)) + 1.0, 2.0 * sum(part.seconds))
-        job = Program(source, problem.entry_point, [wire.encode_plain(item) for item in inputs], limits, total)
+        job = Program(source, problem.entry_point, [wire.encode_plain(item) for item in inputs], limits, total, sleep)
         judge = Judge(_Right(problem, inputs, part.outputs, as_published))
-        outcomes.append(judge.outcome(run(job, chosen, judge.receive), len(inputs)))
+        end = run(job, chosen, judge.receive)
+        sleep = max(0.0, sleep - end.slept)
+        outcomes.append(judge.outcome(end, len(inputs)))
     return CodeVerdict(problem.id, *outcomes)
 
 
@@ -188,7 +193,8 @@ class _Right:
     def __call__(self, index: int, result: Any) -> bool:
         problem, expected, arguments = self.problem, self.outputs[index], self.inputs[index]
         if problem.dataset == "humaneval" and problem.entry_point == "find_zero":
-            return not self.published and _is_root(arguments[0], result, self.atol)
+            root = result.value if isinstance(result, Related) else result
+            return not self.published and _is_root(arguments[0], root, self.atol)
         if isinstance(expected, Digest) or isinstance(result, Digest):
             return same(result, expected)
         exact = bool(result == expected)
@@ -210,7 +216,7 @@ def _mbpp_oracle(problem: CodeProblem, arguments: list[Any], result: Any, expect
     if name == "digit_distance_nums":  # Mbpp/558: or digit by digit, the shorter number filled with zeros
         return exact or bool(result == _digit_distance(*arguments))
     if name in _SET_LIKE:
-        return _same_set(result, expected)
+        return same_elements(result.value if isinstance(result, Related) else result, expected)
     if name in _NOT_NONE:
         return bool(result == expected) if isinstance(result, bool) else bool(expected == (result is not None))
     return exact
@@ -233,36 +239,5 @@ def _digit_distance(first: Any, second: Any) -> int:
     return sum(abs(int(a) - int(b)) for a, b in zip(str(first).zfill(width), str(second).zfill(width), strict=True))
 
 
-def _same_set(result: Any, expected: Any) -> bool:
-    """`set(result) == set(expected)`, without building a table of keys that the program chose (they could all collide)."""
-    try:
-        wanted, found = set(expected), set()
-        for item in result:
-            if item not in wanted:
-                return False
-            found.add(item)
-    except TypeError:
-        return False
-    return found == wanted
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
-
-
-# --- from a model's answer to a program
-
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
-
-
-def extract_code(text: str, entry_point: str = "") -> str:
-    """The program in a model's answer: the last fenced Python block that defines `entry_point`, or else the text as it is.
-    Without an entry point it is the last one.
-
-    The last, because models think first and answer last. A block counts as Python when its fence says so or says nothing; one
-    that was cut off before its closing fence counts too.
-    """
-    name = re.escape(entry_point)
-    defines = re.compile(rf"^(?:async\s+def|def|class)\s+{name}\b|^{name}\s*=", re.MULTILINE)
-    blocks = [block for language, block in _FENCE.findall(text) if language.lower() in ("", "python", "python3", "py")]
-    return next((block for block in reversed(blocks) if not entry_point or defines.search(block)), text)

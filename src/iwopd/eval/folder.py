@@ -2,13 +2,14 @@
 
 eval.json              model, settings, and the results of finished tasks
 samples-<task>.jsonl   one object per sample: id, sample, prompt (hash), text, status, score, answer, detail, tokens,
-                       stop_reason
+                       stop_reason; for code, the sandbox
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,8 +22,10 @@ from iwopd.eval.runner import Evaluation
 from iwopd.eval.task import Task, outcomes
 from iwopd.filesystem import write_atomic
 from iwopd.runs.evaluations import EVAL_FORMAT, read_eval
-from iwopd.runs.logs import json_lines
+from iwopd.runs.logs import listed, number, set_aside, split_lines
 from iwopd.types import Prompt
+
+log = logging.getLogger(__name__)
 
 
 class EvaluationError(UserError, RuntimeError):
@@ -69,11 +72,17 @@ class EvaluationFolder:
             path.write_bytes(whole)
         found: dict[tuple[str, int], dict[str, Any]] = {}
         hashes = {prompt.id: prompt_hash(prompt) for prompt in task.prompts}
-        for number, record, _ in json_lines(path):
-            if record is None or not {"id", "sample", "prompt"} <= record.keys():
-                raise EvaluationError(
-                    f"{path}, line {number} is damaged: remove that line (it is sampled again), or choose another --out"
-                )
+        kept, damaged = split_lines(path, _is_sample)
+        if damaged:
+            aside = set_aside(path, damaged)
+            write_atomic(path, b"".join(line for line, _ in kept).decode())
+            log.warning(
+                "%s: damaged samples (%s) were moved to %s and are made again",
+                path,
+                listed([number for number, _ in damaged]),
+                aside.name,
+            )
+        for _, record in kept:
             key, seen = (record["id"], record["sample"]), record["prompt"]
             if hashes.get(key[0], seen) != seen:
                 raise EvaluationError(
@@ -90,6 +99,7 @@ class EvaluationFolder:
             if (rollout.prompt.id, rollout.sample) in done:
                 continue
             about = {"id": rollout.prompt.id, "prompt": prompt_hash(rollout.prompt), "sample": rollout.sample}
+            about |= {"sandbox": task.sandbox} if task.sandbox else {}
             length = {"tokens": len(rollout), "stop_reason": rollout.stop_reason}
             lines.append(json.dumps({**about, **asdict(verdict), **length, "text": text}) + "\n")
         try:
@@ -114,6 +124,8 @@ class EvaluationFolder:
             "mean_tokens": round(sum(record["tokens"] for record in every) / len(every), 1),
             "seconds": round(seconds, 1),
         }
+        if used := sorted({str(record["sandbox"]) for record in every if "sandbox" in record}):
+            result["sandbox"] = "; ".join(used)
         if any(record["answer"] is not None for record in every):
             result["answers"] = [[record["answer"] for record in row] for row in rows]
         self.record["tasks"][task.name] = result
@@ -125,6 +137,14 @@ class EvaluationFolder:
 
     def _write(self) -> None:
         write_atomic(self.path / "eval.json", json.dumps(self.record, indent=1) + "\n")
+
+
+def _is_sample(record: dict[str, Any]) -> bool:
+    """Whether a record has what results are made of."""
+    words = all(isinstance(record.get(name), str) for name in ("id", "prompt", "text", "status", "stop_reason"))
+    counts = all(type(record.get(name)) is int for name in ("sample", "tokens"))
+    answered = record.get("answer") is None or isinstance(record["answer"], str)
+    return words and counts and answered and number(record.get("score")) is not None
 
 
 def prompt_hash(prompt: Prompt) -> str:

@@ -40,9 +40,11 @@ _SIGNS = str.maketrans(
         "°": r"^\circ ",
     }
     | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "±": r"\pm "}
+    | {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width letters, digits and signs
     | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u200e\u200f", "")  # invisible
 )
 _GAP = r"(?:\\[,;:! ]|~|\s)+"
+_ANSWER_IS = r"(?:(?:so|thus|hence|therefore),?\s++)?(?:the\s++)?(?:final\s++)?answer(?:\s++is|\s++equals)?\s*+:?"
 _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     # Dollars and brackets around the mathematics of an \fbox, a box inside the box, and the full stop after a sentence.
     (re.compile(r"(?<!\\)\$|(?<!\\)\\[()\[\]]|\\(?:boxed|fbox)(?=\s*\{)"), ""),
@@ -56,11 +58,21 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset"),
     (re.compile(r"\\log_\s*(?:e(?![a-zA-Z])|\{\s*e\s*\})"), r"\\ln "),
     (re.compile(r"\\lg(?![a-zA-Z])"), r"\\log"),
+    # Fonts and lines are layout; what they are around stays, in its braces. i and e upright are what they are in italics.
+    (re.compile(r"\\(?:boldsymbol|bm|mathbf|mathit|underline|emph|(?:text)?color\s*+\{[a-zA-Z]*+\})(?=\s*\{)"), ""),
+    (re.compile(r"\\mathrm\s*+\{\s*+([ie])\s*+\}"), r"\1"),
+    (re.compile(r"(?:\\left\s*+)?\\langle(?![a-zA-Z])"), "("),
+    (re.compile(r"(?:\\right\s*+)?\\rangle(?![a-zA-Z])"), ")"),
+    (re.compile(rf"^\\text\s*+\{{\s*+{_ANSWER_IS}\s*+\}}", re.IGNORECASE), ""),
 ]
 _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\overline\{\s*(\d+)\s*\}")
+_DOTTED = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\dot\s*+(?:\{(\d+)\}|(\d))(?:(\d*)\\dot\s*+(?:\{(\d)\}|(\d)))?(?![\d\\])")
+"""A repeating decimal with dots over the first and the last digit of its period, or over its only one."""
+_WORDS = re.compile(r"\\(?:text(?:normal|bf|it|rm)?|mathrm|mbox)\s*+\{([^{}]*+)\}(?:\^\{?\d\}?)?\s*+\.?$")
+_LARGE = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|\s)*+(hundred|thousand|million|billion|trillion|dozen)$")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
-_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
-_PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|percent)$")
+_DEGREES = re.compile(r"(?<!\d)(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+_PERCENT = re.compile(r"(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|percent)$")
 _SIDE_BY_SIDE = re.compile(rf"-?\d+(?:\.\d+)?(?:{_GAP}\d+(?:\.\d+)?)+")
 
 
@@ -75,9 +87,12 @@ class Reading(NamedTuple):
     percent: bool
     """Whether a percent sign followed; the value is the number before the sign."""
 
+    repeated: int
+    """Entries of a bare list beyond the different ones: 1 in "5,5", whose value is the set of 5."""
 
-def read(latex: str) -> Reading:
-    """Parse bare LaTeX."""
+
+def read(latex: str, also: frozenset[str] | None = None) -> Reading:
+    """Parse bare LaTeX. `also`: words of the gold, which are units as well; None: this is the gold."""
     from latex2sympy2_extended import NormalizationConfig, normalize_latex
     from math_verify.parser import parse_latex_cached
     from sympy import nan, zoo
@@ -86,30 +101,91 @@ def read(latex: str) -> Reading:
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _REPEATING.sub(_repeating_decimal, text)
+    text = _DOTTED.sub(_dotted_decimal, text)
+    text = _without_unit(text, also)
     if _TRIGONOMETRIC.search(text):  # as an answer 90^\circ is 90, but \cos 60^\circ is not the cosine of 60
         text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
-    without_sign = _PERCENT.sub("", text.strip())
-    percent = without_sign != text.strip()
-    if _SIDE_BY_SIDE.fullmatch(without_sign.strip()):
+    text = text.strip()
+    without_sign = _PERCENT.sub("", text).rstrip()
+    percent = without_sign != text
+    if _SIDE_BY_SIDE.fullmatch(without_sign):
         raise UnreadableError("is numbers side by side, which could mean anything")  # math-verify adds them (1 2 is 3)
     given = {"basic_latex": True, "units": True, "malformed_operators": True, "nits": True, "boxed": "none", "equations": False}
     rules = NormalizationConfig(**given)
     try:
-        value = parse_latex_cached(normalize_latex(without_sign, rules))
+        normal = normalize_latex(without_sign, rules)
+        value = parse_latex_cached(normal)
     except (MemoryError, RecursionError):
         raise
     except Exception as error:
         raise UnreadableError("is not mathematics that math-verify can read") from error
     if value is None or value is nan or value is zoo:
         raise UnreadableError("has no value (a division by zero?)")
-    return Reading(value, percent)
+    return Reading(value, percent, _repeated(normal, value))
 
 
 def _repeating_decimal(match: re.Match[str]) -> str:
-    whole, fixed, period = match.groups()
+    return _repeating(*match.groups())
+
+
+def _repeating(whole: str, fixed: str, period: str) -> str:
     nines = 10 ** len(period) - 1
     numerator = int((whole + fixed) or "0") * nines + int(period)
     return rf"\frac{{{numerator}}}{{{10 ** len(fixed) * nines}}}"
+
+
+def _dotted_decimal(match: re.Match[str]) -> str:
+    whole, fixed, *period = match.groups()
+    return _repeating(whole, fixed, "".join(filter(None, period)))
+
+
+# Words that say what is counted or measured, in the singular.
+_UNITS = frozenset(Path(__file__).with_name("math_units.txt").read_text(encoding="ascii").split())
+_NUMBERS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+
+def _without_unit(text: str, also: frozenset[str] | None) -> str:
+    """The text without a unit at its end, "million" and the like as the number that they are.
+
+    Other words could mean anything ("if n is even, else 7"), so an answer that ends in them is refused; math-verify drops
+    everything from the first word on.
+    """
+    factor = 1
+    for _ in range(8):  # "5 \\text{ cm} \\text{ each}"; more than that is no unit
+        found = _WORDS.search(text)
+        if found is None or not text[: found.start()].strip(" ~\\,;:!"):  # nothing, or the whole text is words
+            break
+        words = _WORD.findall(_SPACES.sub(" ", found[1].lower()))
+        if words in (["and"], ["or"], ["percent"], ["pct"], ["percentage"]):
+            break
+        if also is not None and not all(word in _NUMBERS or word in also or _is_unit(word) for word in words):
+            raise UnreadableError(f"ends in words that are no unit ({found[1].strip()[:40]!r})")
+        factor *= math.prod(_NUMBERS.get(word, 1) for word in words)
+        text = text[: found.start()].rstrip().removesuffix("\\")  # of a "\\ " before it
+    if factor == 1 and (large := _LARGE.search(text)) is not None:
+        text, factor = text[: large.start()], _NUMBERS[large[1]]
+    return text if factor == 1 else rf"{text}\times {factor}"
+
+
+_WORD = re.compile(r"[a-z]+|\d+|[^a-z\d\s.,/\\~^*·$-]")  # a bracket is no word and no unit either
+_SPACES = re.compile(r"\\[,;:! ]|~")
+
+
+def _is_unit(word: str) -> bool:
+    return word in _UNITS or word.removesuffix("s") in _UNITS or word.removesuffix("es") in _UNITS
+
+
+def _repeated(text: str, value: Any) -> int:
+    """How many entries of a bare list are there more than once."""
+    from sympy import FiniteSet
+
+    if not isinstance(value, FiniteSet) or text.lstrip().startswith((r"\{", "{", "(", "[")):
+        return 0
+    depth, entries = 0, 1
+    for sign in text:
+        depth += (sign in "([{") - (sign in ")]}")
+        entries += sign in ",;" and depth == 0
+    return max(0, entries - len(value.args))
 
 
 # ---- comparing --------------------------------------------------------------------------------------------------------------
@@ -121,13 +197,15 @@ def judge(answer: str, gold: str) -> tuple[str, str]:
     try:
         right = read(gold)
         whose, hint = "answer", ""
-        given = read(answer)
+        given = read(answer, frozenset(re.findall(r"[a-z]+", gold.lower())))
     except UnreadableError as error:
         return "unparsed", f"the {whose} {error}{hint}"
     # A percent sign on one side only: either reading is accepted, 50 and 0.5. Gold answers to "what percent" come with and
     # without the sign, and a probability may be stated as a percentage. With a sign on both sides or none, values must agree.
     given_values = [given.value, given.value / 100] if given.percent and not right.percent else [given.value]
     right_values = [right.value, right.value / 100] if right.percent and not given.percent else [right.value]
+    if given.repeated != right.repeated:
+        return "wrong", "one of them lists something more than once"
     if any(same(r, g) for r in right_values for g in given_values):
         return "correct", "math-verify finds them equal"
     return "wrong", "math-verify finds them different"

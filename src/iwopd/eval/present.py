@@ -36,8 +36,11 @@ def print_results(results: Mapping[str, Mapping[str, Any]], out: Path, *, as_jso
         )
         summary[name] = {key: round(value, 2) for key, value in interval._asdict().items()}
         summary[name] |= {"problems": len(scores), "samples": scores.shape[1]}
-        summary[name] |= {key: result[key] for key in ("outcomes", "truncated")}
+        summary[name] |= {key: result[key] for key in ("outcomes", "truncated", "sandbox") if key in result}
     console.print(table)
+    for name, result in results.items():
+        if "sandbox" in result:
+            console.print(Text(f"{name}: sandbox {result['sandbox']}", style="red" if "unsafe" in result["sandbox"] else ""))
     console.print(Text(f"samples and results: {out}"))
     if as_json:
         print(json.dumps({"tasks": summary, "out": str(out)}))

@@ -33,6 +33,8 @@ class Evaluation:
     rollouts: list[Rollout]
     texts: list[str]
     verdicts: list[Verdict]
+    sandbox: str = ""
+    """In what programs were run: `Task.sandbox`."""
 
 
 def evaluate(
@@ -50,4 +52,4 @@ def evaluate(
     scores = torch.tensor([one.verdict.score for one in answers], dtype=torch.float64).reshape(len(task.prompts), samples)
     result = EvalResult(task.name, tuple(prompt.id for prompt in task.prompts), scores, step)
     parts = [one.rollout for one in answers], [one.text for one in answers], [one.verdict for one in answers]
-    return Evaluation(result, *parts)
+    return Evaluation(result, *parts, sandbox=task.sandbox)

@@ -46,6 +46,8 @@ class Task:
     """0: greedy."""
     max_tokens: int = 16384
     """Longest answer."""
+    sandbox: str = ""
+    """In what generated programs are run, in words that are recorded; empty if none are run."""
 
     @property
     def aggregate(self) -> str:

@@ -188,7 +188,7 @@ def _size(student: str) -> tuple[float, str]:
     """Smallest first: by the embedded world's sizes, or by the number of parameters in the name."""
     if student in STUDENT_SIZES:
         return list(STUDENT_SIZES).index(student), ""
-    found = re.search(r"(\d+(?:\.\d+)?)\s*([mMbB])(?![a-zA-Z])", student)
+    found = re.search(r"(?<!\d)(\d++(?:\.\d++)?)\s*+([mMbB])(?![a-zA-Z])", student)
     return (float(found[1]) * (1e9 if found[2] in "bB" else 1e6) if found else float("inf")), student
 
 

@@ -123,7 +123,9 @@ class Drift(Horizon):
 class Budget(Drift):
     """As `drift`; what stopped answers save goes to more prompts of the same step."""
 
-    formula: ClassVar[str] = "as drift; prompts of a step = (tokens * steps so far - written so far) / tokens of a prompt"
+    formula: ClassVar[str] = (
+        "as drift; prompts of a step = (tokens + (tokens * steps so far - written so far) / 4) / tokens of a prompt"
+    )
     source: ClassVar[str] = "ours (docs/horizons.md)"
 
     tokens: int = Field(ge=1, description="tokens that a step writes; the number of its prompts follows")

@@ -222,11 +222,21 @@ def check_tokens(what: str, part: Answer, vocabulary: Vocabulary) -> list[float]
     token_ids, logprobs, _ = part
     if len(token_ids) != len(logprobs):
         raise SamplingError(f"{what} has {len(token_ids)} tokens and {len(logprobs)} log-probs")
-    if outside := [token for token in token_ids if not 0 <= token < vocabulary.size]:
+    if outside := [token for token in token_ids if type(token) is not int or not 0 <= token < vocabulary.size]:
         raise SamplingError(
-            f"{what} has id {outside[0]}, but the tokenizer has {vocabulary.size} ids: is it the student that the engine runs?"
+            f"{what} has id {str(outside[0])[:40]}, but the tokenizer has {vocabulary.size} ids: is it the student that the "
+            "engine runs?"
         )
-    values = [math.nan if value is None else value for value in logprobs]
-    if not all(map(math.isfinite, values)):
+    values = [_finite(value) for value in logprobs]
+    if any(map(math.isnan, values)):
         raise SamplingError(f"{what} has log-probs that are not finite: the student's weights may hold NaN")
     return values
+
+
+def _finite(value: Any) -> float:
+    """A log-prob; NaN for everything that is none."""
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:  # JSON's whole numbers have no limit
+        return math.nan
+    return number if math.isfinite(number) else math.nan

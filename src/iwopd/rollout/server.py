@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from iwopd.http_clients import hide_key
 from iwopd.rollout.connection import Connection, ServerError
 from iwopd.rollout.engine import Student
 from iwopd.rollout.requests import IMPOSSIBLE, RequestEngine
+from iwopd.rollout.restarts import Restarts
 from iwopd.rollout.server_stream import ServerStream
 from iwopd.rollout.settings import ServerSettings
 from iwopd.rollout.streaming import Answer, Inbox, Stream
@@ -31,7 +33,10 @@ class ServerEngine(RequestEngine):
 
     def __init__(self, student: Student, settings: ServerSettings) -> None:
         super().__init__(student, settings)
-        self.connection = Connection(str(settings.url), settings.api_key_env, settings.request_timeout, settings.patience)
+        self.restarts = Restarts(self._bring_weights)
+        self.connection = Connection(
+            str(settings.url), settings.api_key_env, settings.request_timeout, settings.patience, self.restarts.was_away
+        )
         self._checked: set[tuple[float, bool]] = set()
         card = self._model_card()
         self.name: str = card["id"]
@@ -65,6 +70,19 @@ class ServerEngine(RequestEngine):
             raise WeightSyncError(
                 f"cannot write the student's weights to {folder} (engine.server.weights_folder): {error}"
             ) from None
+        self._read_weights(folder)
+        for old in before:
+            shutil.rmtree(old, ignore_errors=True)
+        self._synced = version
+
+    def _bring_weights(self) -> None:
+        """The newest weights once more. Any rank's work: the folder is shared."""
+        if self.settings.weights_folder is not None:
+            written = sorted(Path(self.settings.weights_folder).absolute().glob("weights-[0-9]*"))
+            if written:
+                self._read_weights(written[-1])
+
+    def _read_weights(self, folder: Path) -> None:
         try:
             self.connection.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
             self.connection.post("/reset_prefix_cache", {})  # what it holds was computed with other weights
@@ -73,9 +91,6 @@ class ServerEngine(RequestEngine):
                 f"the server did not take new weights from {folder}: {error}. It must see this folder under this name and have "
                 "been started with VLLM_SERVER_DEV_MODE=1 (docs/vllm.md)"
             ) from None
-        for old in before:
-            shutil.rmtree(old, ignore_errors=True)
-        self._synced = version
 
     def answers(self, requests: Sequence[dict[str, Any]]) -> Generator[tuple[int, Answer], None, None]:
         self._check_logprobs(requests[0])
@@ -89,7 +104,7 @@ class ServerEngine(RequestEngine):
 
     def stream(self, inbox: Inbox, like: dict[str, Any]) -> Stream:
         self._check_logprobs(like)
-        return ServerStream(self.connection, self.fields, self.in_flight, inbox)
+        return ServerStream(self.connection, self.fields, self.in_flight, inbox, self.restarts)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -105,15 +120,16 @@ class ServerEngine(RequestEngine):
         choice = self._complete(request)
         seen = choice.get("prompt_token_ids")
         if seen is not None and seen != request["prompt"]:
-            raise ServerError(f"the rollout server read other ids than those of the prompt: {seen[:20]} ...")
-        return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+            raise ServerError(f"the rollout server read other ids than those of the prompt: {str(seen)[:80]} ...")
+        return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice.get("finish_reason"))
 
     def _complete(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The one choice of a completion, with ids."""
-        answer = self.connection.post("/v1/completions", {**self.fields, **fields})
+        tokens = len(fields["prompt"]) + fields["max_tokens"]
+        answer = self.connection.post("/v1/completions", {**self.fields, **fields}, tokens, first=self.restarts.make_sure)
         try:
             (choice,) = answer["choices"]
-            whole = choice["token_ids"] is not None and choice["logprobs"]["token_logprobs"] is not None
+            whole = all(isinstance(part, list) for part in (choice["token_ids"], choice["logprobs"]["token_logprobs"]))
         except (KeyError, TypeError, ValueError):
             whole = False
         if not whole:
@@ -124,11 +140,14 @@ class ServerEngine(RequestEngine):
 
     def _model_card(self) -> dict[str, Any]:
         name = self.settings.name
-        cards = (self.connection.get("/v1/models") or {}).get("data") or []
+        answer = self.connection.get("/v1/models")
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        cards = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
         fitting = [card for card in cards if name in (None, card.get("id"))]
-        if len(fitting) != 1 or "max_model_len" not in fitting[0]:
+        if len(fitting) != 1 or type(fitting[0].get("max_model_len")) is not int or not isinstance(fitting[0].get("id"), str):
+            names = hide_key(str([card.get("id") for card in cards]), self.settings.api_key_env)
             raise ServerError(
-                f"the rollout server {self.connection.url} has the models {[card.get('id') for card in cards]}; "
+                f"the rollout server {self.connection.url} has the models {names}; "
                 f"engine.server.name is {name!r}, which must name one of a vLLM server"
             )
         return dict(fitting[0])
@@ -142,7 +161,10 @@ class ServerEngine(RequestEngine):
         fields = {**request, "logprobs": 1, "temperature": 0.0, "max_tokens": 1}
         likeliest = self._complete(fields)
         without = self._complete({**fields, "logit_bias": {**(bias or {}), likeliest["token_ids"][0]: IMPOSSIBLE}})
-        best, next_best = (max(choice["logprobs"]["top_logprobs"][0].values()) for choice in (likeliest, without))
+        try:
+            best, next_best = (float(max(one["logprobs"]["top_logprobs"][0].values())) for one in (likeliest, without))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
+            raise ServerError(f"the rollout server {self.connection.url} gives no log-probs of likely ids") from None
         if abs(best - next_best) < 1e-6:  # ruling the likeliest id out changes all log-probs that know of it
             raise ServerError(
                 f"the rollout server gives log-probs before the temperature ({temperature}) and the padded ids count: start it "

@@ -13,13 +13,27 @@ from typing import Any
 
 import httpx
 
-from iwopd.http_clients import CONNECT_SECONDS, client_settings, encode, hide_key, key_headers
-from iwopd.rollout.connection import LONGEST_WAIT, Connection, ServerError
+from iwopd.http_clients import (
+    BYTES_PER_TOKEN,
+    CONNECT_SECONDS,
+    GarbledError,
+    OversizedError,
+    bounded,
+    client_settings,
+    encode,
+    hide_key,
+    key_headers,
+    without_key,
+)
+from iwopd.rollout.connection import LONGEST_WAIT, MOST_BYTES, Connection, ServerError
 from iwopd.rollout.requests import continued
+from iwopd.rollout.restarts import Restarts
 from iwopd.rollout.streaming import Answer, Inbox, Stream
 
 EVENT = "data:"
 END = "[DONE]"
+BYTES_PER_EVENT = 2**12
+"""Each token may have an event of its own, with what vLLM says about the request as a whole."""
 _jitter = random.Random()  # not the global one: its state belongs to training, and to checkpoints
 
 
@@ -30,9 +44,11 @@ class BrokenError(Exception):
 class ServerStream(Stream):
     """All connections belong to one thread with an event loop."""
 
-    def __init__(self, connection: Connection, fields: dict[str, Any], in_flight: int, inbox: Inbox) -> None:
+    def __init__(
+        self, connection: Connection, fields: dict[str, Any], in_flight: int, inbox: Inbox, restarts: Restarts
+    ) -> None:
         """`fields` are those of every request; `in_flight` requests are under way at once."""
-        self._connection, self._fields, self._inbox = connection, fields, inbox
+        self._connection, self._fields, self._inbox, self._restarts = connection, fields, inbox, restarts
         self._loop = asyncio.new_event_loop()
         self._places = asyncio.Semaphore(in_flight)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
@@ -72,11 +88,13 @@ class ServerStream(Stream):
                 while True:
                     before = len(written)
                     try:
+                        await asyncio.to_thread(self._restarts.make_sure)
                         async with asyncio.timeout(self._connection.request_timeout):
                             await self._attempt(number, continued(request, written), written)
                         return
                     except (BrokenError, httpx.TransportError, TimeoutError) as error:
                         reason = hide_key(str(error) or type(error).__name__, self._connection.api_key_env)
+                        self._restarts.was_away()
                     if len(written) == request["max_tokens"] or {*written[-1:]} & {*request["stop_token_ids"]}:
                         return  # it lacks nothing but its last words
                     if failing_since is None or len(written) > before:
@@ -117,7 +135,7 @@ class ServerStream(Stream):
             )
         seen = choice.get("prompt_token_ids")
         if seen is not None and seen != prompt:
-            raise ServerError(f"the rollout server read other ids than those of the prompt: {seen[:20]} ...")
+            raise ServerError(f"the rollout server read other ids than those of the prompt: {str(seen)[:80]} ...")
         return Answer(ids, values, choice.get("finish_reason"))
 
     async def _choices(self, request: dict[str, Any]) -> AsyncIterator[Any]:
@@ -127,14 +145,19 @@ class ServerStream(Stream):
         body = encode({**self._fields, **request, "stream": True})
         url = about.url.rstrip("/") + "/v1/completions"
         async with self._client.stream("POST", url, content=body, headers=headers) as response:
-            if not response.is_success:
-                words = hide_key((await response.aread()).decode(errors="replace"), about.api_key_env)
-                if response.status_code < 500:
-                    raise ServerError(f"the rollout server {url} refuses: {response.status_code} {words}")
-                raise BrokenError(f"{response.status_code} {words}")
-            async for line in response.aiter_lines():
-                if line.startswith(EVENT) and (text := line.removeprefix(EVENT).strip()) != END:
-                    yield self._choice(text)
+            try:
+                if not response.is_success:
+                    content = b"".join([piece async for piece in bounded(response, MOST_BYTES)])
+                    words = hide_key(content.decode(errors="replace"), about.api_key_env)
+                    if response.status_code < 500:
+                        raise ServerError(f"the rollout server {url} refuses: {response.status_code} {words}")
+                    raise BrokenError(f"{response.status_code} {words}")
+                most = MOST_BYTES + BYTES_PER_TOKEN * len(request["prompt"]) + BYTES_PER_EVENT * request["max_tokens"]
+                async for line in _lines(bounded(response, most)):
+                    if line.startswith(EVENT) and (text := line.removeprefix(EVENT).strip()) != END:
+                        yield self._choice(without_key(text.encode(), headers).decode())
+            except (GarbledError, OversizedError) as error:
+                raise ServerError(f"the rollout server {url} cannot be understood: {error}") from None
 
     def _choice(self, text: str) -> Any:
         try:
@@ -146,3 +169,14 @@ class ServerStream(Stream):
             what = hide_key(text, self._connection.api_key_env)
             raise ServerError(f"the rollout server {self._connection.url} streams what is no answer: {what}") from None
         return choice
+
+
+async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """The lines of an answer, the last one without its end if it has none."""
+    rest = b""
+    async for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")

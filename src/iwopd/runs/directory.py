@@ -5,6 +5,7 @@
     metrics.jsonl     one object per step
     evals.jsonl       one object per evaluation
     rollouts.jsonl    a few rollouts of each evaluation, token by token
+    owner.lock        while a process writes here: which one (`owner`)
     checkpoints/      see `train.checkpoint`
 
 `docs/run-directory.md` has the fields.
@@ -15,30 +16,62 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import iwopd
 from iwopd.config import Config, config_toml, differences, load_config
 from iwopd.filesystem import write_atomic
-from iwopd.runs.logs import RunError, read_log
+from iwopd.runs.evaluations import sound_evaluation
+from iwopd.runs.logs import RunError, listed, read_log, set_aside, sound_metrics, sound_record, split_lines
+from iwopd.runs.owner import Ownership, owned, refuse_owned
 from iwopd.runs.reading import FORMAT, Run
 
-LOGS = ("metrics.jsonl", "evals.jsonl", "rollouts.jsonl")
+LOGS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "metrics.jsonl": sound_metrics,
+    "evals.jsonl": sound_evaluation,
+    "rollouts.jsonl": sound_record,
+}
+"""The logs, and which records of them are sound."""
 
 
 class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._ownership: Ownership | None = None
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @contextmanager
+    def owned(self, notify: Callable[[str], None]) -> Iterator[None]:
+        """Be the only process that writes here, or be refused with the name of the one that does."""
+        with owned(self.path, notify) as self._ownership:
+            try:
+                yield
+            finally:
+                self._ownership = None
+
+    @property
+    def shared_lock(self) -> list[int]:
+        """For a job that writes here on its own: the lock's descriptor. The directory stays in use until the job ends, too."""
+        return [] if self._ownership is None else [self._ownership.descriptor]
+
+    def check_resumable(self, engine: str) -> None:
+        """Refuse the run of another engine, or one that is being trained: before any model is loaded."""
+        if (trained := self.engine) != engine:
+            option = f"--engine {trained} --resume" if trained != "local" else "--resume alone"
+            raise RunError(f"{self.path} is trained by the {trained} engine: continue it with {option}")
+        refuse_owned(self.path)
+
     def check_free(self) -> None:
         """Refuse a directory that holds a run, or that cannot be made (nothing is made yet)."""
         if (self.path / "run.json").exists():
+            if self._ownership is None:
+                refuse_owned(self.path)
             raise RunError(
                 f"{self.path} holds a run already: continue it with --resume, or choose another directory with --out"
             )
@@ -53,11 +86,11 @@ class RunDirectory:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot make the run directory {self.path}: {error.strerror}; choose another with --out") from None
-        write_atomic(self.path / "config.toml", config_toml(config))
+        self._replace("config.toml", config_toml(config))
         about = {"format": FORMAT, "iwopd": iwopd.__version__, "data": data}
         if engine != "local":
             about["engine"] = engine
-        write_atomic(self.path / "run.json", json.dumps(about, indent=2) + "\n")
+        self._replace("run.json", json.dumps(about, indent=2) + "\n")
 
     def check_resume(self, config: Config, data: str, *, allow_changes: bool) -> None:
         """Refuse to continue with other settings or other data, naming what differs."""
@@ -74,8 +107,8 @@ class RunDirectory:
                 f"{self.path} was started with other settings:\n  {listed}\n"
                 "Resume with the old ones, start a new run with --out, or insist with --allow-changes"
             )
-        write_atomic(self.path / "config.toml", config_toml(config))
-        write_atomic(self.path / "run.json", json.dumps({**about, "data": data}, indent=2) + "\n")
+        self._replace("config.toml", config_toml(config))
+        self._replace("run.json", json.dumps({**about, "data": data}, indent=2) + "\n")
 
     def about(self) -> dict[str, Any]:
         return Run(self.path).about
@@ -90,6 +123,8 @@ class RunDirectory:
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """Add a line to one of the logs, as one write."""
+        if self._ownership is not None:
+            self._ownership.check()
         line = json.dumps(_plain(record), allow_nan=False) + "\n"
         try:
             with (self.path / name).open("a", encoding="utf-8") as file:
@@ -102,12 +137,27 @@ class RunDirectory:
     def read(self, name: str) -> Iterator[dict[str, Any]]:
         return read_log(self.path / name)
 
-    def rewind(self, step: int) -> None:
-        """Drop log records after `step`: a resumed run will write them again."""
-        for name in LOGS:
-            if (self.path / name).exists():
-                kept = [json.dumps(record) + "\n" for record in self.read(name) if record["step"] <= step]
-                write_atomic(self.path / name, "".join(kept))
+    def rewind(self, step: int, notify: Callable[[str], None]) -> None:
+        """Drop log records after `step`: a resumed run will write them again. Damaged lines are set aside, with a message."""
+        for name, is_sound in LOGS.items():
+            path = self.path / name
+            if not path.exists():
+                continue
+            kept, damaged = split_lines(path, is_sound)
+            if damaged:
+                aside = set_aside(path, damaged)
+                numbers = listed([number for number, _ in damaged])
+                notify(f"{path}: damaged lines ({numbers}) were moved to {aside.name}, and the run goes on without them")
+            self._replace(name, b"".join(line for line, record in kept if record["step"] <= step).decode())
+
+    def _replace(self, name: str, text: str) -> None:
+        try:
+            write_atomic(self.path / name, text)
+        except OSError as error:
+            raise RunError(f"cannot write {self.path / name}: {error.strerror or error}. It is as it was: {_REMEDY}") from None
+
+
+_REMEDY = "make room, or give yourself write access, and try again"
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from iwopd.errors import UserError
+from iwopd.runs.logs import sound_record
 from iwopd.types import EvalResult
 
 EVAL_FORMAT = 1
@@ -61,6 +62,15 @@ def read_task(name: Any, record: Mapping[str, Any], where: str, step: int | None
     except (ValueError, OverflowError, RuntimeError) as error:
         raise ResultsError(f"{where}: {error}") from None
     return TaskResults(result, None if answers is None else tuple(tuple(row) for row in answers))
+
+
+def sound_evaluation(record: dict[str, Any]) -> bool:
+    """Whether a record of `evals.jsonl` can be read as an evaluation."""
+    try:
+        read_task(record.get("task"), record, "")
+    except ResultsError:
+        return False
+    return sound_record(record)
 
 
 def read_eval(folder: Path) -> dict[str, Any]:

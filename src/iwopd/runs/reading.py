@@ -94,6 +94,15 @@ class Run:
             self.notes.add(self.name, text)
         return [results[key] for key in sorted(results)]
 
+    @cached_property
+    def sandboxes(self) -> dict[str, tuple[str, ...]]:
+        """By task, in what generated programs were run; only tasks that run some."""
+        found: dict[str, set[str]] = {}
+        for record in self.log("evals.jsonl"):
+            if isinstance(record.get("task"), str) and isinstance(used := record.get("sandbox"), str):
+                found.setdefault(record["task"], set()).add(used[:200])
+        return {task: tuple(sorted(names)) for task, names in found.items()}
+
     def log(self, name: str) -> Iterator[dict[str, Any]]:
         """The records of one of the logs."""
         return read_log(self.path / name, self.notes, self.name)

@@ -17,7 +17,17 @@ import httpx
 
 from iwopd.background import in_background
 from iwopd.config.engines import TeacherSource
-from iwopd.http_clients import CONNECT_SECONDS, GarbledError, client_settings, encode, hide_key, key_headers, parse
+from iwopd.http_clients import (
+    CONNECT_SECONDS,
+    GarbledError,
+    OversizedError,
+    UnreachableError,
+    client_settings,
+    exchange,
+    hide_key,
+    key_headers,
+    parse,
+)
 from iwopd.teacher.errors import TeacherError, TeacherGoneError
 from iwopd.teacher.replicas import Replica
 
@@ -28,10 +38,6 @@ MOST_BYTES = 2**22
 
 Result = TypeVar("Result")
 Notify = Callable[[str], None]
-
-
-class UnreachableError(Exception):
-    """A transport error or a 5xx: worth another try."""
 
 
 @dataclass
@@ -137,9 +143,12 @@ class Servers:
     ) -> bytes:
         """The response of one server to one request."""
         method, seconds = "GET" if body is None else "POST", self.settings.request_timeout
-        status, content = await _exchange(
-            session, method, replica.url + path, headers=headers, body=body, seconds=seconds, most_bytes=most_bytes
-        )
+        try:
+            status, content = await exchange(
+                session, method, replica.url + path, headers=headers, body=body, seconds=seconds, most_bytes=most_bytes
+            )
+        except OversizedError as error:
+            raise TeacherError(str(error)) from None
         if status == 200:
             return content
         words = hide_key(content.decode(errors="replace"), self.settings.api_key_env)
@@ -224,25 +233,3 @@ def run_async(work: Coroutine[Any, Any, Result]) -> Result:
 
 def _client(urls: Sequence[str]) -> httpx.AsyncClient:
     return httpx.AsyncClient(**client_settings(urls), timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
-
-
-async def _exchange(
-    session: httpx.AsyncClient, method: str, url: str, *, headers: dict[str, str], body: Any, seconds: float, most_bytes: int
-) -> tuple[int, bytes]:
-    """Status and content. A body that grows beyond `most_bytes` is a `TeacherError`: no honest answer is that long."""
-    data = body if isinstance(body, bytes) else encode(body)
-    if isinstance(body, bytes):
-        headers = {**headers, "Content-Type": "application/octet-stream"}
-    try:
-        async with asyncio.timeout(seconds), session.stream(method, url, content=data, headers=headers) as response:
-            pieces, size = [], 0
-            async for piece in response.aiter_raw():
-                pieces.append(piece)
-                size += len(piece)
-                if size > most_bytes:
-                    raise TeacherError(f"the answer has more than {most_bytes} bytes, far more than the question needs")
-            return response.status_code, b"".join(pieces)
-    except TimeoutError:
-        raise UnreachableError(f"no whole answer within {seconds:g} s") from None
-    except httpx.TransportError as error:
-        raise UnreachableError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None

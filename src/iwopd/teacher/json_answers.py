@@ -18,8 +18,6 @@ IMPOSSIBLE = -9999.0
 LEAST_REST = 1e-6
 """Probability that is left for ids outside the likeliest, at least. Such servers send no rest, so that it is 1 minus a sum of
 float32 probabilities, whose common normaliser is rounded by about 1e-6: what is smaller is noise, and may be negative."""
-BYTES_PER_ANSWER = 2**18
-BYTES_PER_TOKEN = 2**10
 BYTES_PER_ENTRY = 2**8
 """Of an id with its log-prob; servers may add its rank and text."""
 
@@ -52,7 +50,10 @@ def floats(values: Sequence[float]) -> Tensor:
 def logprob(value: Any, place: int) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TeacherError(f"the log-prob at position {place} is {brief(value)}, not a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # JSON's whole numbers have no limit
+        raise TeacherError(f"the log-prob at position {place} is {brief(value)}, which no float holds") from None
     if math.isnan(number) or number > ROUNDING:
         raise TeacherError(f"the log-prob at position {place} is {number}: it must be at most 0")
     return -math.inf if number <= IMPOSSIBLE else number
@@ -78,7 +79,7 @@ def pair(entry: Any) -> tuple[Any, Any]:
 
 
 def token_id(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
         raise TeacherError(f"the answer has {brief(value)} where a token id should be")
     return value
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import hmac
 import json
 import math
+import select
+import socket
 import sys
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,12 +27,14 @@ from iwopd.http_clients import LOOPBACK
 from iwopd.teacher import wire
 from iwopd.teacher.json_answers import IMPOSSIBLE
 from iwopd.teacher.questions import TokenSequence
-from iwopd.teacher.refusals import RefusalError, check_ids, check_model
+from iwopd.teacher.refusals import MOST_TOKENS, RefusalError, check_amount, check_ids, check_model
 from iwopd.teacher.serving_model import Scored, ServingModel
 from iwopd.teacher.serving_scores import answer_matrix, answer_scores
 
 MOST_BYTES = 2**26
 """Largest request."""
+BYTES_PER_ID = 16
+"""Of a request in JSON, at most: numbers are what it consists of."""
 IDLE_SECONDS = 120
 """A connection without data for this long is closed."""
 
@@ -89,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, routes[self.path]())
         except RefusalError as refusal:
             self._send(refusal.status, {"error": {"message": str(refusal), "code": refusal.status}})
-        except (BrokenPipeError, ConnectionResetError, TimeoutError):
+        except (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, TimeoutError):
             self.close_connection = True  # the client has left
         except Exception as error:
             self._send(500, {"error": {"message": f"{type(error).__name__}: {error}", "code": 500}})
@@ -108,24 +112,38 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _completions(self) -> dict[str, Any]:
         sequences, draw = read_request(self._json(), self.server.name, self.server.model)
-        return completion(self.server.name, sequences, self.server.model.score(sequences, draw=draw))
+        scored = self.server.model.score(sequences, draw=draw, abandoned=self._abandoned)
+        return completion(self.server.name, sequences, scored)
 
     def _scores(self) -> bytes:
-        return answer_scores(self._body(), self.server.name, self.server.model)
+        return answer_scores(self._body(MOST_BYTES), self.server.name, self.server.model, self._abandoned)
 
     def _matrix(self) -> bytes:
         return answer_matrix(self._json(), self.server.name, self.server.model)
 
-    def _body(self) -> bytes:
+    def _abandoned(self) -> bool:
+        """Whether the client has closed its connection, and waits for nothing any more."""
+        waiting = select.poll()
+        waiting.register(self.connection, select.POLLIN)
+        try:  # not `recv` alone: it would wait for the connection's timeout
+            return bool(waiting.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except OSError:
+            return True
+
+    def _body(self, most: int) -> bytes:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MOST_BYTES:
+        if not (length.isascii() and length.isdigit() and len(length) < 20) or int(length) > most:
             self.close_connection = True
-            raise RefusalError(413, f"a request needs a Content-Length of at most {MOST_BYTES}")
+            left = int(length) if length.isdecimal() and len(length) < 9 and int(length) <= MOST_BYTES else 0
+            while left > 0 and (piece := self.rfile.read(min(left, 2**16))):  # else the client does not hear why
+                left -= len(piece)
+            raise RefusalError(413, f"a request needs a Content-Length of at most {most}")
         return self.rfile.read(int(length))
 
     def _json(self) -> Any:
+        ids = max(MOST_TOKENS, min(self.server.model.max_length, MOST_BYTES // BYTES_PER_ID))
         try:
-            return json.loads(self._body())
+            return json.loads(self._body(ids * BYTES_PER_ID))
         except (ValueError, RecursionError) as error:
             raise RefusalError(400, f"the request is not JSON: {error}") from None
 
@@ -158,11 +176,12 @@ def read_request(request: Any, name: str, model: ServingModel) -> tuple[list[Tok
     sequences = [prompt] if isinstance(prompt, list) and prompt and not isinstance(prompt[0], list) else prompt
     if not isinstance(sequences, list) or not sequences:
         raise RefusalError(400, "prompt must be a list of token ids, or a list of such lists; texts are not taken")
+    draw = request.get("max_tokens") == 1 and request.get("logprobs") is not None
+    check_amount(len(sequences), sum(len(ids) for ids in sequences if isinstance(ids, list)), draw=draw)
     for ids in sequences:
         if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
             raise RefusalError(400, "prompt must be a list of token ids, or a list of such lists, none of them empty")
         check_ids(ids, model)
-    draw = request.get("max_tokens") == 1 and request.get("logprobs") is not None
     return [TokenSequence(tuple(ids), 1) for ids in sequences], draw
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,6 +36,8 @@ class _Job:
     sequences: list[TokenSequence]
     wanted: Wanted
     draw: bool
+    abandoned: Callable[[], bool]
+    """Whether nobody waits for it any more."""
     future: Future[Scored] = field(default_factory=Future)
 
     @property
@@ -77,7 +80,7 @@ class ServingModel:
         self.vocab_size, self.max_length, self.half_states = vocab_size, max_length, half_states
         precision = default_head_precision(model)
         self.scorer = LocalScorer(model, vocab_size=vocab_size, token_budget=token_budget, head_precision=precision)
-        self.batches = 0
+        self.batches = self.dropped = 0
         # Models that do more to their logits than a product (soft caps) are found out before they score.
         ids = torch.randint(vocab_size, (min(32, max_length),), generator=torch.Generator().manual_seed(0))
         self.scorer.check_head(Sequences.build([ids[:1]], [ids[1:]]))
@@ -88,9 +91,19 @@ class ServingModel:
         self._held: _Job | None = None
         threading.Thread(target=self._work, daemon=True).start()
 
-    def score(self, sequences: list[TokenSequence], wanted: Wanted = NOTHING, *, draw: bool = False) -> Scored:
-        """Wait for the scores; called from any thread. All sequences grow (`TokenSequence.more`), or none."""
-        job = _Job(sequences, wanted, draw)
+    def score(
+        self,
+        sequences: list[TokenSequence],
+        wanted: Wanted = NOTHING,
+        *,
+        draw: bool = False,
+        abandoned: Callable[[], bool] = lambda: False,
+    ) -> Scored:
+        """Wait for the scores; called from any thread. All sequences grow (`TokenSequence.more`), or none.
+
+        A request that is abandoned before its turn is dropped, with a `ConnectionAbortedError`.
+        """
+        job = _Job(sequences, wanted, draw, abandoned)
         self._jobs.put(job)
         return job.future.result()
 
@@ -121,16 +134,29 @@ class ServingModel:
 
     def _batch(self) -> list[_Job]:
         """What waits, up to a limit; the first that is of another kind begins the next batch."""
-        jobs = [self._held or self._jobs.get()]
+        first = self._held or self._jobs.get()
+        while self._is_dropped(first):
+            first = self._jobs.get()
+        jobs = [first]
         self._held = None
         room = MOST_TOKENS if not jobs[0].wanted.states else MOST_TOKENS // 16  # their states wait in memory
         while sum(job.tokens for job in jobs) < room and not self._jobs.empty():
             job = self._jobs.get()
+            if self._is_dropped(job):
+                continue
             if job.kind != jobs[0].kind:
                 self._held = job
                 break
             jobs.append(job)
         return jobs
+
+    def _is_dropped(self, job: _Job) -> bool:
+        """Whether nobody waits for a job any more; it is not looked at then."""
+        if not job.abandoned():
+            return False
+        self.dropped += 1
+        job.future.set_exception(ConnectionAbortedError("the client has left"))
+        return True
 
     def _look(self, jobs: list[_Job]) -> list[TokenScores]:
         sequences = [sequence for job in jobs for sequence in job.sequences]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +14,7 @@ from iwopd.config.distributions import MOST_IDS
 from iwopd.http_clients import GarbledError
 from iwopd.teacher import wire
 from iwopd.teacher.questions import TokenSequence
-from iwopd.teacher.refusals import RefusalError, check_ids, check_model
+from iwopd.teacher.refusals import RefusalError, check_amount, check_ids, check_model
 from iwopd.teacher.serving_model import ServingModel
 
 NOT_THE_MATRIX = (
@@ -22,8 +23,8 @@ NOT_THE_MATRIX = (
 )
 
 
-def answer_scores(content: bytes, name: str, model: ServingModel) -> bytes:
-    """What is wanted of the sequences in a request."""
+def answer_scores(content: bytes, name: str, model: ServingModel, abandoned: Callable[[], bool] = lambda: False) -> bytes:
+    """What is wanted of the sequences in a request, unless its client has left."""
     try:
         tensors, about = wire.unpack(content)
     except GarbledError as error:
@@ -40,7 +41,7 @@ def answer_scores(content: bytes, name: str, model: ServingModel) -> bytes:
         raise RefusalError(
             413, f"the answer would have {size} bytes, at most {wire.MOST_ANSWER} are sent: ask for fewer tokens at a time"
         )
-    found = joined_scores(model.score(sequences, wanted).scores)
+    found = joined_scores(model.score(sequences, wanted, abandoned=abandoned).scores)
     about = {"model": name, "vocab_size": model.vocab_size, "matrix": model.matrix[0].sha256 if wanted.states else None}
     return wire.pack({"ids": tensors["ids"], "lengths": tensors["lengths"], **_written(found, model)}, about)
 
@@ -84,6 +85,7 @@ def _sequences(tensors: dict[str, Tensor], model: ServingModel) -> list[TokenSeq
     for name in ("ids", "lengths", "starts", *(["chosen"] if "chosen" in tensors else [])):
         if name not in tensors or tensors[name].dtype != torch.int32:
             raise RefusalError(400, f"a request needs {name} as int32")
+    check_amount(tensors["lengths"].numel(), tensors["ids"].numel())
     ids, lengths, starts = (tensors[name].flatten().tolist() for name in ("ids", "lengths", "starts"))
     if not lengths or len(starts) != len(lengths) or min(lengths) < 1 or sum(lengths) != len(ids):
         raise RefusalError(400, f"{len(ids)} ids, {len(lengths)} lengths and {len(starts)} starts do not make sequences")

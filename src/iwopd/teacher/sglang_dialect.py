@@ -7,7 +7,7 @@ from typing import Any
 
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.config.distributions import GIVES
-from iwopd.http_clients import parse
+from iwopd.http_clients import BYTES_PER_ANSWER, BYTES_PER_TOKEN, parse
 from iwopd.teacher import json_answers as read
 from iwopd.teacher.consistency import check_scores
 from iwopd.teacher.errors import TeacherError
@@ -35,8 +35,8 @@ class SglangDialect:
         return parse(content)
 
     def most_bytes(self, sequences: Sequence[TokenSequence], wanted: Wanted) -> int:
-        per_token = read.BYTES_PER_TOKEN + read.BYTES_PER_ENTRY * wanted.top_k
-        return read.BYTES_PER_ANSWER + per_token * sum(len(sequence.ids) for sequence in sequences)
+        per_token = BYTES_PER_TOKEN + read.BYTES_PER_ENTRY * wanted.top_k
+        return BYTES_PER_ANSWER + per_token * sum(len(sequence.ids) for sequence in sequences)
 
     def scores(self, answer: Any, sequences: Sequence[TokenSequence], wanted: Wanted = NOTHING) -> list[TokenScores]:
         if not isinstance(answer, list) or len(answer) != len(sequences):

@@ -7,7 +7,7 @@ from typing import Any
 
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.config.distributions import GIVES
-from iwopd.http_clients import parse
+from iwopd.http_clients import BYTES_PER_ANSWER, BYTES_PER_TOKEN, parse
 from iwopd.teacher import json_answers as read
 from iwopd.teacher.consistency import check_scores
 from iwopd.teacher.errors import TeacherError
@@ -36,8 +36,8 @@ class VllmDialect:
 
     def most_bytes(self, sequences: Sequence[TokenSequence], wanted: Wanted) -> int:
         """Prompts are answered, too."""
-        per_token = read.BYTES_PER_TOKEN + read.BYTES_PER_ENTRY * wanted.top_k
-        return read.BYTES_PER_ANSWER + per_token * sum(len(sequence.ids) for sequence in sequences)
+        per_token = BYTES_PER_TOKEN + read.BYTES_PER_ENTRY * wanted.top_k
+        return BYTES_PER_ANSWER + per_token * sum(len(sequence.ids) for sequence in sequences)
 
     def scores(self, answer: Any, sequences: Sequence[TokenSequence], wanted: Wanted = NOTHING) -> list[TokenScores]:
         choices = read.part(answer, "choices", list)
@@ -85,4 +85,6 @@ def _likeliest(entry: Mapping[str, Any], token: int, place: int, k: int) -> read
     ids = [key for key in entry if key.isdecimal() and (len(entry) <= k or key != str(token))]
     if len(ids) != k:
         raise TeacherError(f"{k} likeliest ids were asked for; at position {place} the answer has {len(ids)}")
-    return sorted(((_logprob(entry[key], place), int(key)) for key in ids), key=lambda pair: (-pair[0], pair[1]))
+    return sorted(
+        ((_logprob(entry[key], place), read.token_id(int(key[:12]))) for key in ids), key=lambda pair: (-pair[0], pair[1])
+    )

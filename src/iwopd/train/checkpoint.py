@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.optim import Optimizer
 
 from iwopd.filesystem import alive, first_free, locked, make_directory, read_json, remove, sync, write_atomic
-from iwopd.train.checkpoint_files import Checkpoint, damage, read_checkpoint, seal, write_weights
+from iwopd.train.checkpoint_files import Checkpoint, damage, read_checkpoint, refuse_strangers, seal, write_weights
 from iwopd.train.checkpoint_optimizer import OptimizerState
 from iwopd.train.checkpoint_state import CheckpointError, model_bytes, write_model, write_rng
 
@@ -159,6 +159,7 @@ class CheckpointStore:
             for step in reversed(self.steps()):
                 path = self.directory / _name(step)
                 if (problem := damage(path, step)) is None:
+                    refuse_strangers(path)
                     return read_checkpoint(path, step)
                 self._set_aside(path, problem)
         return None
@@ -172,6 +173,7 @@ class CheckpointStore:
         with locked(self.directory):
             if (problem := damage(path, step)) is not None:
                 raise CheckpointError(f"checkpoint {path} is damaged: {problem}. Use another one: {self.steps()}")
+            refuse_strangers(path)
             return read_checkpoint(path, step)
 
     # --- under the directory's lock ---------------------------------------------------------------------------------

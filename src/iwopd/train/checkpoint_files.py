@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,6 +130,20 @@ def damage(folder: Path, step: int) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error})"
     return None
+
+
+def refuse_strangers(folder: Path) -> None:
+    """Raise for files that the manifest does not list: weights, a config or code among them would be loaded, too."""
+    listed = read_json(folder / MANIFEST)["files"]
+    there = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
+    hidden = re.compile(r"\.(?!.*\.safetensors$)")  # a file manager's, or a network disk's; nobody loads them
+    names = sorted(path.as_posix() for path in there if not hidden.match(path.name))
+    if strangers := [name for name in names if name not in listed and name != MANIFEST]:
+        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+        raise CheckpointError(
+            f"checkpoint {folder} holds {strangers[0]}{more}, which its {MANIFEST} does not list: it could take the place of "
+            "what was trained. Move it elsewhere"
+        )
 
 
 def _unreadable(folder: Path, error: OSError) -> CheckpointError:

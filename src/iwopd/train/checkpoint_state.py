@@ -71,7 +71,12 @@ def write_model(
 def load_weights(folder: Path, model: nn.Module) -> None:
     """Copy the weights into `model`. Names, shapes and dtypes must agree, or nothing is touched."""
     _check_base(folder, model)
-    saved = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    saved: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found = load_file(file)
+        if twice := sorted(found.keys() & saved.keys()):
+            raise CheckpointError(f"{file} holds {twice[0]}, which another file in {folder} holds, too: move one elsewhere")
+        saved |= found
     targets = _targets(model, saved, where=str(folder))
     for name, tensor in saved.items():
         target = targets[name]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from iwopd.algo.spans import UNSCORED
 from iwopd.algo.views import TokenScores
 from iwopd.config import Config
 from iwopd.eval.runner import Evaluation
+from iwopd.runs.logs import RunError
 from iwopd.train.assembly import Parts
 from iwopd.train.micro_batch import STATES
 from iwopd.train.scoring import chosen_ids, evidence_of, pair_kl, scored_rollouts, training_progress
@@ -90,7 +92,11 @@ def dump_skipped(folder: Path, batch: TokenBatch, columns: dict[str, Tensor], st
     names += ["spans"] if batch.spans is not None else []
     tensors = {**{name: getattr(batch, name) for name in names}, **columns}
     tensors.pop(STATES, None)  # large, and the teacher can make them again
-    save_file({name: values.contiguous() for name, values in tensors.items()}, folder / f"skipped-step-{step:06d}.safetensors")
+    path = folder / f"skipped-step-{step:06d}.safetensors"
+    try:
+        save_file({name: values.contiguous() for name, values in tensors.items()}, path)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"cannot write {path}: {error}. Checkpoints are as they were: make room, then --resume") from None
 
 
 def _rounded(values: Tensor) -> list[float]:

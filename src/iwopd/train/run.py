@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from iwopd import algo, tiny
 from iwopd.config import Config
 from iwopd.rollout.engine import EngineError
 from iwopd.runs.directory import RunDirectory
-from iwopd.runs.logs import RunError
 from iwopd.teacher.errors import TeacherError
+from iwopd.trackers import check_trackers
 from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
 from iwopd.train.doctor import Finding, examine_models, examine_recipe, head_findings, refuse
@@ -34,14 +34,16 @@ def run_training(
     """Train in `folder`, from the newest valid checkpoint with `resume`; with `doctor` refuse a recipe that fails a check."""
     run = RunDirectory(folder)
     messages: list[str] = []
-    if resume:
-        if run.engine != "local":  # fail before any model is loaded
-            raise RunError(f"{folder} is trained by {run.engine}: continue it with --engine {run.engine} --resume")
+    if resume:  # fail before any model is loaded
+        run.check_resumable("local")
     else:
         run.check_free()
+    check_trackers(config.tracking.trackers)
     try:
         if doctor:
-            messages += _examined(examine_recipe(config, folder))
+            examined = list(examine_recipe(config, folder))
+            refuse(examined)
+            messages += _warnings(examined)
         with assemble(config, messages.append, progress) as parts:
             state = _train(config, parts, run, messages, resume=resume, allow_changes=allow_changes, doctor=doctor)
         Ranks().leave(together=True)  # the main one may still have been saving
@@ -61,25 +63,41 @@ def run_training(
 def _train(
     config: Config, parts: Parts, run: RunDirectory, messages: list[str], *, resume: bool, allow_changes: bool, doctor: bool
 ) -> TrainingState:
-    """Open the run directory, bring back the last checkpoint, examine the models, train."""
-    data = parts.order.fingerprint()
-    with closing(Tracker(config, run, is_main=parts.ranks.is_main)) as tracker:
-        if parts.ranks.is_main:
-            if resume:
-                run.check_resume(config, data, allow_changes=allow_changes)
-            else:
-                run.create(config, data)
-        parts.ranks.gather(None)  # the others wait for the directory
+    """Examine the models, open the run directory, bring back the last checkpoint, train.
+
+    Of a new run the directory is made last: one that is refused leaves nothing.
+    """
+    found = [] if resume else _examine(config, parts, run, 1, doctor=doctor)
+    messages += _warnings(found)
+    with ExitStack() as stack:
+
+        def open_directory() -> None:
+            if parts.ranks.is_main:
+                stack.enter_context(run.owned(messages.append))
+                data = parts.order.fingerprint()
+                if resume:
+                    run.check_resume(config, data, allow_changes=allow_changes)
+                else:
+                    run.create(config, data)
+
+        parts.ranks.together(open_directory)  # the others wait for it
         store = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep, notify=messages.append)
         checkpoint = store.latest() if resume else None
         state = TrainingState() if checkpoint is None else _bring_back(checkpoint, parts)
-        if resume and parts.ranks.is_main:
-            keep_best(store, state.best_step)  # a run killed right after a save may not have come to it
-            run.rewind(-1 if checkpoint is None else state.step)
-        if state.step < config.steps:
-            found = list(examine_models(config, parts, run.path, step=state.step + 1) if doctor else head_findings(parts))
-            messages += _examined(found, optional=doctor)
-            tracker.facts = _facts(found, run)
+        kept = -1 if checkpoint is None else state.step  # without a checkpoint step 0 is evaluated again, too
+
+        def rewind() -> None:
+            if resume and parts.ranks.is_main:
+                keep_best(store, state.best_step)  # a run killed right after a save may not have come to it
+                run.rewind(kept, messages.append)
+
+        parts.ranks.together(rewind)
+        if resume and state.step < config.steps:
+            found = _examine(config, parts, run, state.step + 1, doctor=doctor)
+            messages += _warnings(found)
+        after = kept if resume else None
+        tracker = stack.enter_context(closing(Tracker(config, run, after=after, is_main=parts.ranks.is_main)))
+        tracker.facts = _facts(found, run)
         for message in messages:
             tracker.say(message)
         if resume:
@@ -100,11 +118,15 @@ def _keep_finished(config: Config, parts: Parts, run: RunDirectory, store: Check
     return f"Step {state.step} was the last finished one and is saved; continue with --resume when it is back"
 
 
-def _examined(findings: Iterable[Finding], *, optional: bool = True) -> list[str]:
-    """What the doctor warns of; raises if anything failed."""
-    found = list(findings)
-    refuse(found, optional=optional)
-    return [finding.text() for finding in found if finding.level == "warn"]
+def _examine(config: Config, parts: Parts, run: RunDirectory, step: int, *, doctor: bool) -> list[Finding]:
+    """The models at work, before `step`; raises if anything failed."""
+    found = list(examine_models(config, parts, run.path, step=step) if doctor else head_findings(parts))
+    refuse(found, optional=doctor)
+    return found
+
+
+def _warnings(findings: Iterable[Finding]) -> list[str]:
+    return [finding.text() for finding in findings if finding.level == "warn"]
 
 
 def _facts(findings: Iterable[Finding], run: RunDirectory) -> dict[str, float]:

@@ -19,16 +19,27 @@ from iwopd.types import StepStats
 
 
 class Tracker:
-    """Fans out what the loop reports. On ranks other than the first it is silent."""
+    """Fans out what the loop reports. On ranks other than the first it is silent.
 
-    def __init__(self, config: Config, run: RunDirectory, *, is_main: bool = True, console: Console | None = None) -> None:
+    `after`: of a resumed run, the step that it goes on after; trackers may have heard of later ones from a process that died.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        *,
+        after: int | None = None,
+        is_main: bool = True,
+        console: Console | None = None,
+    ) -> None:
         self.config, self.run, self.is_main = config, run, is_main
         self.console = console or Console(stderr=True)
         self.view = _view(config, self.console) if is_main else None
         names, settings = config.tracking.trackers if is_main else [], dict(flatten(config.model_dump(mode="json")))
         self.facts: Mapping[str, float] = {}
         """What was measured before the first step: part of every step's record."""
-        self.backends = [open_tracker(name, run.path, config.tracking.project, settings) for name in names]
+        self.backends = [open_tracker(name, run.path, config.tracking.project, settings, after) for name in names]
 
     def step(self, stats: StepStats) -> None:
         if not self.is_main:
@@ -52,7 +63,7 @@ class Tracker:
         if not self.is_main:
             return
         result = evaluation.result
-        record = {
+        record: dict[str, Any] = {
             "step": result.step,
             "task": result.task,
             "mean": result.mean,
@@ -63,6 +74,8 @@ class Tracker:
             "problem_ids": list(result.problem_ids),
             "scores": result.scores.tolist(),
         }
+        if evaluation.sandbox:
+            record["sandbox"] = evaluation.sandbox
         self.run.append("evals.jsonl", record)
         self._log(result.step or 0, {f"eval/{result.task}": result.mean})
         if self.view:

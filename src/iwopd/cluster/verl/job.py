@@ -106,7 +106,10 @@ def _ask(address: str) -> list[float]:
 class VerlJob:
     """The running program. It has its own session, so that Ctrl-C at the terminal reaches only the launcher."""
 
-    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], variables: Mapping[str, str], log: Path, inherited: Sequence[int] = ()
+    ) -> None:
+        """`inherited`: descriptors that stay open in the job, such as the run directory's lock."""
         self.log = log
         place = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
         with log.open("wb") as output:
@@ -117,6 +120,7 @@ class VerlJob:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                pass_fds=inherited,
             )
 
     @property

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal as os_signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -20,7 +20,7 @@ from iwopd.cluster.verl.translate import Places, places
 from iwopd.config import Config
 from iwopd.filesystem import write_atomic
 from iwopd.runs.directory import RunDirectory
-from iwopd.runs.logs import RunError
+from iwopd.trackers import check_trackers
 from iwopd.train.assembly import check_support
 from iwopd.train.doctor import refuse
 from iwopd.train.loading import open_world
@@ -55,10 +55,11 @@ def run_on_verl(
     check_installed()
     address = ray_address(address)
     run = RunDirectory(folder)
-    if not resume:
+    if resume:
+        run.check_resumable("verl")
+    else:
         run.check_free()
-    elif run.engine != "verl":
-        raise RunError(f"{folder} is trained by the {run.engine} engine: continue it with --resume alone")
+    check_trackers(config.tracking.trackers)
     findings = list(examine(config, folder)) if doctor else []
     refuse(findings)
     messages = [finding.text() for finding in findings if finding.level == "warn"]
@@ -69,32 +70,39 @@ def run_on_verl(
     if doctor:
         check_other_teachers(config, tokenizer)
     tasks = evaluated_tasks(config, tokenizer)
-    where = places(config, folder, _launches(folder) + 1)
-    done = _prepare(config, run, order.fingerprint(), where, resume=resume, allow_changes=allow_changes)
-    tracker = Tracker(config, run)
-    try:
-        for message in messages:
-            tracker.say(message)
-        if done and done[0] >= config.steps:
-            tracker.say(f"{folder} has all its {config.steps} steps")
-            return done[0]
-        write_prompts(config, order, tokenizer, where, tasks)
-        arguments, variables = command(config, where, address, done[1] if done else None)
-        write_atomic(where.folder / "command.sh", shown(arguments, variables) + "\n")
-        log = where.folder / where.metrics.name.replace("metrics", "log").replace(".jsonl", ".txt")
-        if done:
-            tracker.say(f"resuming {folder} after step {done[0]}")
-        tracker.say(f"starting verl ({'a Ray of its own' if address == LOCAL else f'Ray at {address}'}); its output: {log}")
-        with _signals() as received:
-            answers = Validations(tasks, where.validation)
-            job = VerlJob(arguments, variables, log)
-            return _follow(config, run, where, job, tracker, answers, received, done[0] if done else 0)
-    finally:
-        tracker.close()
+    with run.owned(messages.append):
+        where = places(config, folder, _launches(folder) + 1)
+        data = order.fingerprint()
+        done = _prepare(config, run, data, where, messages.append, resume=resume, allow_changes=allow_changes)
+        last = done[0] if done else -1
+        with closing(Tracker(config, run, after=last if resume else None)) as tracker:
+            for message in messages:
+                tracker.say(message)
+            if done and done[0] >= config.steps:
+                tracker.say(f"{folder} has all its {config.steps} steps")
+                return done[0]
+            write_prompts(config, order, tokenizer, where, tasks)
+            arguments, variables = command(config, where, address, done[1] if done else None)
+            write_atomic(where.folder / "command.sh", shown(arguments, variables) + "\n")
+            log = where.folder / where.metrics.name.replace("metrics", "log").replace(".jsonl", ".txt")
+            if done:
+                tracker.say(f"resuming {folder} after step {done[0]}")
+            tracker.say(f"starting verl ({'a Ray of its own' if address == LOCAL else f'Ray at {address}'}); its output: {log}")
+            with _signals() as received:
+                answers = Validations(tasks, where.validation)
+                job = VerlJob(arguments, variables, log, run.shared_lock)
+                return _follow(config, run, where, job, tracker, answers, received, max(0, last))
 
 
 def _prepare(
-    config: Config, run: RunDirectory, data: str, where: Places, *, resume: bool, allow_changes: bool
+    config: Config,
+    run: RunDirectory,
+    data: str,
+    where: Places,
+    notify: Callable[[str], None],
+    *,
+    resume: bool,
+    allow_changes: bool,
 ) -> tuple[int, Path] | None:
     """Create or reopen the run directory; returns the checkpoint to resume from."""
     if not resume:
@@ -105,7 +113,7 @@ def _prepare(
     if found is not None:
         check_ranks(found[1], pools(config).student.gpus)
         adopt(config, run, where.checkpoints)
-    run.rewind(found[0] if found else -1)
+    run.rewind(found[0] if found else -1, notify)
     return found
 
 

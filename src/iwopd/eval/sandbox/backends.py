@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from iwopd.eval.sandbox import bubblewrap, interpreter
+from iwopd.eval.sandbox import bubblewrap, interpreter, landlock, private_folder
 
 Name = Literal["bubblewrap", "landlock", "none"]
 MEMORY = 2 << 30
@@ -25,13 +25,19 @@ class Backend:
             return bubblewrap.command(channel, info)
         return interpreter.command(interpreter.PACKAGE_ROOT, channel)
 
-    def walls(self, cpu_seconds: int) -> dict[str, Any]:
-        """The restrictions that `child` applies to itself before it loads the program."""
+    def walls(self, cpu_seconds: int, folder: str) -> dict[str, Any]:
+        """The restrictions that `child` applies to itself before it loads the program. It may write to `folder`."""
+        landlocked = self.name == "landlock"
+        readable = [*interpreter.readable(), *filter(None, [interpreter.time_zones()])]
         return {
             "parent": 0 if self.name == "bubblewrap" else os.getpid(),  # bubblewrap does this itself
             "memory": MEMORY,
             "cpu_seconds": cpu_seconds,
             "privileges": self.name != "none",
-            "readable": list(interpreter.readable()) if self.name == "landlock" else [],
+            "readable": readable if landlocked else [],
+            "writable": [folder, os.devnull] if landlocked else [],
+            "file_bytes": private_folder.FILE_BYTES,
             "seccomp": self.name != "none",
+            # Landlock cannot forbid truncating before version 3: there, nothing may be opened for writing at all.
+            "writes": not landlocked or landlock.version() >= landlock.TRUNCATES,
         }

@@ -7,10 +7,11 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from iwopd.eval.sandbox import interpreter
+from iwopd.eval.sandbox import interpreter, private_folder
 
 _ROOT = "/iwopd"
-_TMPFS = 16 << 20
+FOLDER = "/tmp"
+"""The private folder inside."""
 
 
 def missing() -> str | None:
@@ -25,13 +26,18 @@ def command(channel: int, info: int) -> list[str]:
     walls += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--info-fd", str(info)]
     if "--disable-userns" in known:  # 0.8; before that the seccomp filter alone forbids it
         walls += ["--disable-userns"]
-    for name, value in interpreter.environment().items():
+    for name, value in interpreter.environment(FOLDER).items():
         walls += ["--setenv", name, value]
     if "--size" in known:  # before the rest: the interpreter may itself live in /tmp
-        walls += ["--size", str(_TMPFS), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    # There is no /proc, no /dev and no /sys inside: nothing to read about others, no sysctl to write.
-    for path in (*interpreter.readable(), interpreter.executable()):
+        walls += ["--size", str(private_folder.BYTES), "--tmpfs", FOLDER, "--chdir", FOLDER]
+    # There is no /proc and no /sys inside, and only /dev/null in /dev: nothing to read about others, no sysctl to write.
+    walls += ["--dev-bind", "/dev/null", "/dev/null"]
+    for path in (*interpreter.roots(), interpreter.executable()):
         walls += ["--ro-bind", str(Path(path).resolve()), path]
+    for path in interpreter.hidden():  # an empty file system in front of it
+        walls += ["--tmpfs", path, "--remount-ro", path]
+    if zones := interpreter.time_zones():
+        walls += ["--ro-bind", str(Path(zones).resolve()), zones]
     walls += ["--ro-bind", str(Path(__file__).resolve().parent), f"{_ROOT}/sandbox"]
     walls += ["--remount-ro", "/"]
     return [str(shutil.which("bwrap")), *walls, "--", *interpreter.command(_ROOT, channel)]

@@ -7,17 +7,21 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
-def burgle(canary: str, port: int, parent: int, variables: list[str]) -> list[str]:
-    """Try to reach a file, the network, other processes, the environment and the system's settings."""
+def burgle(canary: str, port: int, parent: int, variables: list[str], packages: list[str]) -> list[str]:
+    """Try to reach a file, other packages, the network, other processes, the environment and the system's settings."""
+    with contextlib.suppress(OSError):
+        Path(f"/tmp/iwopd-self-test-{parent}").touch()  # in a /tmp of its own it may: the evaluator looks at the real one
     attempts: dict[str, Callable[[], Any]] = {
         "read a file": lambda: _opened(canary, os.O_RDONLY),
         "opened a file for writing": lambda: _opened(canary, os.O_WRONLY),
         "made a file": lambda: _made(canary + ".new"),
-        "made a file in /tmp": lambda: _made(f"/tmp/iwopd-self-test-{parent}"),
+        "changed a file's mode": lambda: _relabelled(canary),
         "read the password file": lambda: _opened("/etc/passwd", os.O_RDONLY),
+        "listed other packages": lambda: [_listed(folder) for folder in packages if _listed(folder)],
         "listed /proc": lambda: _opened("/proc", os.O_RDONLY),
         "opened a system setting": lambda: _opened("/proc/sys/kernel/hostname", os.O_WRONLY),
         "called the network": lambda: socket.create_connection(("127.0.0.1", port), 1.0),
@@ -38,6 +42,18 @@ def burgle(canary: str, port: int, parent: int, variables: list[str]) -> list[st
 
 def _opened(path: str, flags: int) -> bool:
     os.close(os.open(path, flags, 0o600))
+    return True
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return [path.name for path in Path(folder).iterdir()]
+    except OSError:
+        return []
+
+
+def _relabelled(path: str) -> bool:
+    Path(path).chmod(0o644)
     return True
 
 

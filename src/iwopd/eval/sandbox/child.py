@@ -12,7 +12,7 @@ import sys
 import types
 from typing import Any
 
-from . import landlock, limits, seccomp, wire
+from . import landlock, limits, relatives, seccomp, wire
 
 
 def main() -> None:
@@ -32,14 +32,24 @@ def main() -> None:
 def _lock(walls: dict[str, Any]) -> None:
     if walls["parent"]:
         limits.die_with_parent(walls["parent"])
-    limits.set_rlimits(walls["memory"], walls["cpu_seconds"])
+    limits.set_rlimits(walls["memory"], walls["cpu_seconds"], walls["file_bytes"])
     if walls["privileges"]:
         limits.no_new_privileges()
         limits.drop_capabilities()
     if walls["readable"]:
-        landlock.restrict(walls["readable"])
+        _remember_library()
+        landlock.restrict(walls["readable"], walls["writable"])
     if walls["seccomp"]:
-        seccomp.install(seccomp.build(os.getpid()))
+        seccomp.install(seccomp.build(os.getpid(), writes=walls["writes"]))
+
+
+def _remember_library() -> None:
+    """Let imports know the names in the library's folder, which cannot be listed any more: other packages are in it, too."""
+    for place in sys.path:
+        finder = sys.path_importer_cache.get(place)
+        if finder is not None and hasattr(finder, "_fill_cache"):
+            finder._fill_cache()
+            finder._fill_cache = finder.invalidate_caches = lambda: None  # type: ignore[attr-defined]
 
 
 def _load(channel: int, source: str, entry_point: str) -> Any:
@@ -55,12 +65,17 @@ def _load(channel: int, source: str, entry_point: str) -> Any:
         os._exit(0)
 
 
+_SENT = {type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict}
+
+
 def _call(function: Any, index: int, arguments: bytes) -> Any:
     try:
         result = function(*wire.decode(arguments, wire.JOB))  # decoded per call: calls share nothing
     except BaseException as error:
         return ("raised", index, _describe(error))
-    return ("returned", index, result)
+    if type(result) in _SENT or (plain := relatives.plain(result)) is result:
+        return ("returned", index, result)
+    return ("related", index, plain)
 
 
 def _send(channel: int, message: Any) -> None:
@@ -74,7 +89,7 @@ def _send(channel: int, message: Any) -> None:
 
 
 def _pack(message: Any) -> bytes:
-    if message[0] != "returned":
+    if message[0] not in ("returned", "related"):
         return wire.encode(message)
     result = message[2]
     try:

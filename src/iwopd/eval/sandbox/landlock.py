@@ -9,6 +9,10 @@ from collections.abc import Iterable
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on every machine
 _READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
+_WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
+_IN_FOLDER = 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13  # remove folder and file, make folder and file, move between folders
+TRUNCATES = 3
+"""From this version on, truncating a file is a right of its own."""
 _PATH_BENEATH = 1
 
 # File rights known to each version; all that the kernel knows are removed.
@@ -24,8 +28,8 @@ def version() -> int:
     return max(0, int(found))
 
 
-def restrict(readable: Iterable[str]) -> int:
-    """Allow this thread to read these files and folders and nothing else. Needs no_new_privs. Returns the version."""
+def restrict(readable: Iterable[str], writable: Iterable[str]) -> int:
+    """Allow this thread to read or to write these files and folders and nothing else. Needs no_new_privs. Gives the version."""
     abi = version()
     if abi == 0:
         raise OSError("this kernel has no Landlock")
@@ -39,20 +43,22 @@ def restrict(readable: Iterable[str]) -> int:
     _check(ruleset, "landlock_create_ruleset")
     try:
         for path in readable:
-            _allow_reading(ruleset, path)
+            _allow(ruleset, path, _READ_FILE, _READ_DIRECTORY)
+        for path in writable:
+            _allow(ruleset, path, handled & (_READ_FILE | _WRITE_FILE | _TRUNCATE), handled & (_READ_DIRECTORY | _IN_FOLDER))
         _check(_LIBC.syscall(_RESTRICT_SELF, ruleset, ctypes.c_uint32(0)), "landlock_restrict_self")
     finally:
         os.close(ruleset)
     return abi
 
 
-def _allow_reading(ruleset: int, path: str) -> None:
+def _allow(ruleset: int, path: str, of_files: int, of_folders: int) -> None:
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:
-        rights = _READ_FILE | _READ_DIRECTORY if os.path.isdir(path) else _READ_FILE  # noqa: PTH112 (pathlib is slow to import)
+        rights = of_files | of_folders if os.path.isdir(path) else of_files  # noqa: PTH112 (pathlib is slow to import)
         rule = struct.pack("<Qi", rights, place)
         _check(_LIBC.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, ctypes.c_uint32(0)), f"landlock_add_rule {path}")
     finally:

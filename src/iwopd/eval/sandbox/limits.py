@@ -12,12 +12,12 @@ _SIGKILL = 9
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def set_rlimits(memory: int, cpu_seconds: int) -> None:
-    """`memory`: bytes of address space. CPU seconds are a backstop: the parent's deadline comes first."""
+def set_rlimits(memory: int, cpu_seconds: int, file_bytes: int) -> None:
+    """`memory`: bytes of address space; `file_bytes`: of one file. CPU seconds are a backstop: the parent is stricter."""
     for limit, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, cpu_seconds),
-        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_NPROC, 1),
         (resource.RLIMIT_CORE, 0),

@@ -11,12 +11,13 @@ import tempfile
 import threading
 from pathlib import Path
 
-from iwopd.eval.sandbox import bubblewrap, landlock, seccomp, wire
+from iwopd.eval.sandbox import bubblewrap, interpreter, landlock, seccomp, wire
 from iwopd.eval.sandbox.backends import Backend
 from iwopd.eval.sandbox.run import Program, Report, SandboxError, run
 
 _BURGLAR = Path(__file__).with_name("burglar.py")
-_HARMLESS = {"PYTHONHASHSEED", "LC_ALL", "PATH", "LD_LIBRARY_PATH", "PWD"}  # variables that the sandbox sets itself
+_HARMLESS = {"PYTHONHASHSEED", "LC_ALL", "PATH", "LD_LIBRARY_PATH", "PWD", "TMPDIR", "HOME", "PYTHONTZPATH"}
+"""Variables that the sandbox sets itself."""
 _found: dict[str, str | None] = {}
 _lock = threading.Lock()
 
@@ -44,6 +45,14 @@ def choose(*, unsafe: bool = False, name: str | None = None) -> Backend:
     )
 
 
+def description(*, unsafe: bool = False) -> str:
+    """The backend that `choose` gives, in words for records."""
+    name = choose(unsafe=unsafe).name
+    if name == "none":
+        return "none: programs ran unprotected (--unsafe-no-sandbox)"
+    return f"{name} (--unsafe-no-sandbox was given, but a sandbox works)" if unsafe else name
+
+
 def findings() -> dict[str, str | None]:
     """Why each backend cannot be used; None: it can."""
     return {backend.name: examine(backend) for backend in (Backend("bubblewrap"), Backend("landlock"))}
@@ -64,6 +73,7 @@ def self_test(backend: Backend) -> str | None:
         canary.write_text(secret := secrets.token_hex(8))
         os.chmod(folder, 0o755)  # noqa: PTH101 - so that only the sandbox can hide it
         asked = [str(canary), server.getsockname()[1], os.getpid(), sorted(set(os.environ) - _HARMLESS)]
+        asked.append(list(interpreter.hidden()))
         reports: list[Report] = []
         job = Program(_BURGLAR.read_text(), "burgle", [wire.encode_plain(asked)], [5.0], 5.0)
 
@@ -81,6 +91,9 @@ def self_test(backend: Backend) -> str | None:
             return f"the self-test broke out: {reports[0].value}"
         if canary.read_text() != secret:
             return "the self-test changed a file outside"
+        if (stray := Path(f"/tmp/iwopd-self-test-{os.getpid()}")).exists():
+            stray.unlink()
+            return "the self-test made a file in /tmp"
     return None
 
 

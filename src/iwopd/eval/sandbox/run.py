@@ -1,7 +1,8 @@
 """Start a program in a sandbox, send its inputs, read its reports, and end it.
 
 All reading is bounded, all waiting has a deadline, and deadlines are in CPU time, so a busy machine causes no
-timeouts. Time in which the program neither ran nor waited for a processor (it slept or hung) has a separate deadline.
+timeouts. Time in which the program neither ran nor waited for a processor (it slept or hung) has deadlines of its own: at a
+stretch, and in all. So a run takes no longer than its CPU limit and `Program.sleep`, and what the machine makes it wait.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from iwopd.errors import UserError
-from iwopd.eval.sandbox import interpreter, wire
+from iwopd.eval.sandbox import bubblewrap, interpreter, private_folder, wire
 from iwopd.eval.sandbox.backends import Backend
+from iwopd.eval.sandbox.unbuilt import Related
 
 _TICK = 0.05
 _START_SECONDS = 120.0  # a bare Python starts in 0.03 s
 _IDLE_SECONDS = 5.0  # one call may sleep this long, or as long as its CPU limit
+SLEEP_SECONDS = 10.0
+"""All calls together may sleep this long."""
 _RUN_BYTES = 64 << 20  # all results together; each is bounded by wire.RESULT
 
 
@@ -45,11 +49,15 @@ class Program:
     """CPU seconds for each call (loading the program may take as long as the longest)."""
     cpu_total: float
     """CPU seconds for everything."""
+    sleep: float = SLEEP_SECONDS
+    """Seconds for everything in which it neither runs nor waits for a processor."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of one call: the value it returned, a `Digest` if it is too large to send, or the error it raised."""
+    """The outcome of one call: the value it returned (sets and dicts as `Bag`, a value of a related type as `Related`), a
+    `Digest` if it is too large to send, or the error it raised.
+    """
 
     index: int
     value: Any
@@ -72,6 +80,9 @@ class End:
     status: Literal["complete", "stopped", "timeout", "broken", "crashed", "forged"]
     detail: str
     seconds: float
+    """CPU time."""
+    slept: float
+    """Seconds in which it neither ran nor waited for a processor."""
 
 
 class _Over(Exception):  # noqa: N818 - not an error
@@ -84,18 +95,20 @@ class _Over(Exception):  # noqa: N818 - not an error
 def run(job: Program, backend: Backend, receive: Callable[[Report], bool]) -> End:
     """Run `job`; `receive` gets every report in order and returns whether to continue. Nothing is left running."""
     inside = {"source": job.source, "entry_point": job.entry_point, "arguments": list(job.arguments)}
-    message = wire.encode_plain(inside | {"walls": backend.walls(math.ceil(job.cpu_total) + 5)})
     with contextlib.ExitStack() as files:
-        process, channel, info, stderr = _start(backend, message, files)
-        child = _Child(process)
+        mounted = backend.name == "bubblewrap"
+        folder = bubblewrap.FOLDER if mounted else files.enter_context(private_folder.private_folder())
+        message = wire.encode_plain(inside | {"walls": backend.walls(math.ceil(job.cpu_total) + 5, folder)})
+        process, channel, info, stderr = _start(backend, message, folder, files)
+        child = _Child(process, folder, mounted)
         try:
-            child.watch(_inner_pid(info) if backend.name == "bubblewrap" else process.pid)
+            child.watch(_inner_pid(info) if mounted else process.pid)
             session = _Session(job, child, channel, receive)
             session.ready()
             session.calls()
-            return End("complete", "", child.cpu - session.start)
+            return End("complete", "", child.cpu - session.start, session.slept)
         except _Over as over:
-            return End(over.status, over.detail, child.cpu - session.start)
+            return End(over.status, over.detail, child.cpu - session.start, session.slept)
         except _NotReadyError as failure:
             child.end()
             raise SandboxError(f"the {backend.name} sandbox did not start: {_last_words(stderr) or failure}") from None
@@ -103,7 +116,9 @@ def run(job: Program, backend: Backend, receive: Callable[[Report], bool]) -> En
             child.end()
 
 
-def _start(backend: Backend, message: bytes, files: contextlib.ExitStack) -> tuple[subprocess.Popen[bytes], int, int, int]:
+def _start(
+    backend: Backend, message: bytes, folder: str, files: contextlib.ExitStack
+) -> tuple[subprocess.Popen[bytes], int, int, int]:
     job = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     files.callback(os.close, job)
     view = memoryview(message)
@@ -122,8 +137,8 @@ def _start(backend: Backend, message: bytes, files: contextlib.ExitStack) -> tup
             stdout=subprocess.DEVNULL,
             stderr=to_stderr,
             pass_fds=(to_channel, to_info) if backend.name == "bubblewrap" else (to_channel,),
-            env=interpreter.environment(),
-            cwd="/",
+            env=interpreter.environment(folder),
+            cwd="/" if backend.name == "bubblewrap" else folder,
             start_new_session=True,
         )
     except OSError as error:
@@ -154,10 +169,12 @@ def _inner_pid(info: int) -> int:
 
 
 class _Child:
-    """The process in the sandbox: its clocks, and how it is ended."""
+    """The process in the sandbox: its clocks, its folder, and how it is ended."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], folder: str, mounted: bool) -> None:
         self.process = process
+        self.folder, self.mounted = folder, mounted
+        self.queues = False  # whether the kernel says how long it waited for a processor
         self.handle: int | None = None
         self.pid = 0
         self.cpu = 0.0
@@ -176,6 +193,20 @@ class _Child:
             self.cpu = time.clock_gettime((~self.pid << 3) | 2)  # as clock_getcpuclockid(3) computes it
         with contextlib.suppress(OSError, IndexError, ValueError):
             self.waited = int(Path(f"/proc/{self.pid}/schedstat").read_bytes().split()[1]) / 1e9
+            self.queues = True
+
+    def runnable(self) -> bool:
+        """Whether it runs or waits for a processor. Its clock of waiting shows that only when it has got one."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+        except (OSError, IndexError):
+            return False
+
+    def overfull(self) -> str | None:
+        """Whether it has written too much."""
+        if self.mounted:
+            return private_folder.overfull_mount(f"/proc/{self.pid}/root{self.folder}")
+        return private_folder.overfull(self.folder)
 
     def end(self) -> None:
         """Kill it and wait until it is dead. It cannot fork and is process 1 of its namespace, so nothing else is left."""
@@ -202,9 +233,14 @@ class _Session:
         self.buffer = bytearray()
         self.total = 0
         self.start = self.mark = 0.0  # CPU clock at the beginning, and at the last report
-        self.began = time.monotonic()
-        self.waited = 0.0
+        self.waited = 0.0  # for a processor, at the beginning
+        self.watched = 0.0  # seconds in which we waited for it
         self.idle = 0.0
+
+    @property
+    def slept(self) -> float:
+        """Seconds in which we waited for it while it neither ran nor waited for a processor itself."""
+        return max(0.0, self.watched - (self.child.cpu - self.start) - (self.child.waited - self.waited))
 
     def ready(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
@@ -218,7 +254,7 @@ class _Session:
             raise _NotReadyError("it began with something else")
         self.child.look()
         self.start = self.mark = self.child.cpu
-        self.began, self.waited = time.monotonic(), self.child.waited
+        self.waited = self.child.waited
 
     def calls(self) -> None:
         loading = max(self.job.cpu_each)
@@ -244,6 +280,8 @@ class _Session:
             raise _Over("forged", f"not a report on test {index + 1}")
         if message[0] == "returned":
             return Report(index, message[2], None, seconds)
+        if message[0] == "related":
+            return Report(index, Related(message[2]), None, seconds)
         if message[0] == "digest" and type(message[2]) is bytes:
             return Report(index, Digest(message[2]), None, seconds)
         if message[0] == "raised" and type(message[2]) is str:
@@ -263,14 +301,18 @@ class _Session:
         self.child.look()
         now, total = time.monotonic(), self.job.cpu_total
         ran, queued = self.child.cpu - cpu_before, self.child.waited - waited_before
-        self.idle = 0.0 if readable else self.idle + max(0.0, now - before - ran - queued)
+        self.idle = 0.0 if readable else max(0.0, self.idle + now - before - ran - queued)
+        self.watched += now - before
         used, whole = self.child.cpu - self.mark, self.child.cpu - self.start
         if used > cpu or whole > total:
             raise _Over("timeout", f"{what}: {used:.1f} s of CPU, {whole:.1f} s in all")
-        if self.idle > min(total, max(cpu, _IDLE_SECONDS)):
+        if self.idle > min(total, max(cpu, _IDLE_SECONDS)) and not self.child.runnable():
             raise _Over("timeout", f"{what}: asleep for {self.idle:.1f} s")
-        if now - self.began - (self.child.waited - self.waited) > 3.0 * total + 10.0:
-            raise _Over("timeout", f"{what}: {now - self.began:.1f} s on the clock")
+        most = self.job.sleep if self.child.queues else self.job.sleep + 3.0 * total
+        if self.slept > most and not self.child.runnable():
+            raise _Over("timeout", f"{what}: asleep for {self.slept:.1f} s in all")
+        if problem := self.child.overfull():
+            raise _Over("crashed", f"{what}: {problem}")
         return readable
 
     def _fill(self) -> bool:

@@ -1,7 +1,9 @@
 """A seccomp filter, assembled by hand: only the system calls that a running Python program needs.
 
-No process or thread can be created, nothing executed, no socket opened, no file opened for writing, no signal sent to another
-process, no limit raised. Other calls fail with EPERM, so the program gets an exception and is not killed.
+No process or thread can be created, nothing executed, no socket opened but a pair that is connected to itself, no signal sent
+to another process, no limit raised. Which files can be written is up to Landlock or the mounts; what those do not control
+(modes, owners, times, attributes, links) cannot be changed at all. Other calls fail with EPERM, so the program gets an
+exception and is not killed.
 """
 
 from __future__ import annotations
@@ -41,15 +43,31 @@ _PLAIN: dict[str, tuple[int | None, int | None]] = {
     "readlinkat": (267, 78), "faccessat": (269, 48), "pselect6": (270, 72), "ppoll": (271, 73),
     "set_robust_list": (273, 99), "dup3": (292, 24), "pipe2": (293, 59), "getrandom": (318, 278),
     "membarrier": (324, 283), "statx": (332, 291), "rseq": (334, 293), "faccessat2": (439, 439),
+    # asyncio's loop: epoll, and its pair of sockets
+    "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
+    "recvfrom": (45, 207), "shutdown": (48, 210), "getsockname": (51, 204), "getsockopt": (55, 209),
+    # folders and file systems, without changing them
+    "chdir": (80, 49), "fchdir": (81, 50), "umask": (95, 166), "statfs": (137, 43), "fstatfs": (138, 44),
+    "fadvise64": (221, 223), "flock": (73, 32),
+}  # fmt: skip
+
+# Calls that write, where something else says which files.
+_WRITES: dict[str, tuple[int | None, int | None]] = {
+    "pwrite64": (18, 68), "sendfile": (40, 71), "fsync": (74, 82), "fdatasync": (75, 83), "ftruncate": (77, 46),
+    "rename": (82, None), "mkdir": (83, None), "rmdir": (84, None), "unlink": (87, None), "mkdirat": (258, 34),
+    "unlinkat": (263, 35), "renameat": (264, 38), "renameat2": (316, 276), "copy_file_range": (326, 285),
 }  # fmt: skip
 
 # Calls reported as missing, so that the C library uses older ones, which can be filtered.
 _ABSENT: dict[str, tuple[int, int]] = {"clone3": (435, 435), "openat2": (437, 437)}
 
 # Calls allowed for some values of one argument. kill and tgkill: see `build`.
-_FCNTL = (0, 1, 2, 3, 4, 1030)  # DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC: not SETOWN, which sends signals
+# DUPFD, GETFD, SETFD, GETFL, SETFL, GETLK, SETLK, SETLKW, DUPFD_CLOEXEC: not SETOWN, which sends signals.
+_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030)
+_UNIX, _STREAM = 1, (0o1, 0o4001, 0o2000001, 0o2004001)  # the last three: not blocking, closed on exec, both
 _IOCTL = (0x5401, 0x5413, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONBIO, FIONCLEX, FIOCLEX
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0o20000000  # the last: O_TMPFILE's own bit
+_NAMELESS = 0o20000000  # O_TMPFILE's own bit: files without a name are harder to count
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | _NAMELESS
 
 
 def supported() -> str | None:
@@ -59,8 +77,8 @@ def supported() -> str | None:
     return None
 
 
-def build(pid: int, machine: str | None = None) -> bytes:
-    """The filter's program for the process `pid` (the only one it may signal)."""
+def build(pid: int, machine: str | None = None, writes: bool = False) -> bytes:
+    """The filter's program for the process `pid` (the only one it may signal). `writes`: files may be opened for writing."""
     architecture, column = _MACHINES[machine or platform.machine()]
     program = _Program()
     program.load(_ARCHITECTURE)
@@ -68,7 +86,7 @@ def build(pid: int, machine: str | None = None) -> bytes:
     program.load(_NUMBER)
     if column == 0:
         program.when(_AT_LEAST, _X32, _ERRNO | _ENOSYS)
-    for numbers in _PLAIN.values():
+    for numbers in (*_PLAIN.values(), *(_WRITES.values() if writes else ())):
         if (number := numbers[column]) is not None:
             program.when(_EQUAL, number, _ALLOW)
     for absent in _ABSENT.values():
@@ -78,9 +96,12 @@ def build(pid: int, machine: str | None = None) -> bytes:
     program.call((62, 129)[column], 0, (pid,))  # kill
     program.call((234, 131)[column], 0, (pid,))  # tgkill
     program.call((302, 261)[column], 2, (0,), wide=True)  # prlimit64: to read a limit, not to set one
-    program.reading((257, 56)[column], 2)  # openat
+    program.call((44, 206)[column], 4, (0,), wide=True)  # sendto: over a pair of sockets, to nobody else
+    program.pair((53, 199)[column])
+    forbidden = _NAMELESS if writes else _WRITING
+    program.without((257, 56)[column], 2, forbidden)  # openat
     if column == 0:
-        program.reading(2, 1)  # open
+        program.without(2, 1, forbidden)  # open
     program.back(_ERRNO | _EPERM)
     return bytes(program.code)
 
@@ -131,12 +152,23 @@ class _Program:
         body.back(_ERRNO | _EPERM)
         self._only(number, body)
 
-    def reading(self, number: int, argument: int) -> None:
-        """Allow call `number` if its flags are read-only."""
+    def without(self, number: int, argument: int, bits: int) -> None:
+        """Allow call `number` if none of these bits is in its flags."""
         body = _Program()
         body.load(16 + 8 * argument)
-        body.when(_ANY_BIT, _WRITING, _ERRNO | _EPERM)
+        body.when(_ANY_BIT, bits, _ERRNO | _EPERM)
         body.back(_ALLOW)
+        self._only(number, body)
+
+    def pair(self, number: int) -> None:
+        """Allow call `number`, socketpair, for two ends of one stream: neither can ever reach anybody else."""
+        body = _Program()
+        body.load(16)
+        body.unless(_EQUAL, _UNIX, _ERRNO | _EPERM)
+        body.load(16 + 8)
+        for kind in _STREAM:
+            body.when(_EQUAL, kind, _ALLOW)
+        body.back(_ERRNO | _EPERM)
         self._only(number, body)
 
     def _only(self, number: int, body: _Program) -> None:

@@ -1,12 +1,14 @@
 """The format of all messages across the sandbox's boundary: plain typed data, encoded by tag, decoded strictly.
 
-Nothing here can run code: no pickle, no eval, no import by name. Only the exact builtin types are sent (Counter, OrderedDict
-and defaultdict as dicts); any other object arrives as `Opaque`, which equals nothing. Both directions enforce
-`Limits`, because the other side may be hostile: sizes, depth and counts are checked before memory is allocated.
+Nothing here can run code: no pickle, no eval, no import by name. Only the exact builtin types are sent, and what equals one of
+them as such (`relatives`); any other object arrives as `Opaque`, which equals nothing. Both directions enforce `Limits`,
+because the other side may be hostile: sizes, depth and counts are checked before memory is allocated, and no hash table is
+built from keys that it chose (`unbuilt`).
 
     value  := N | T | F                              None, True, False
             | I u32 bytes                            int, little-endian two's complement
             | D f64 | C f64 f64                      float, complex
+            | Q value value                          Fraction or Decimal: numerator and denominator, both int
             | S u32 utf-8 | B u32 bytes | O u32 utf-8   str, bytes, opaque (the type's name)
             | (L | U | E | Z) u32 value*             list, tuple, set, frozenset
             | M u32 (value value)*                   dict, in its order
@@ -17,11 +19,12 @@ from __future__ import annotations
 import hashlib
 import marshal
 import struct
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+
+from .relatives import plain, ratio
+from .unbuilt import Bag, Ratio
 
 _U32 = struct.Struct("<I")
 _F64 = struct.Struct("<d")
@@ -43,13 +46,13 @@ class Limits:
     """Values, including nested ones. A value costs the reader at most some 100 bytes."""
     depth: int = 64
     int_bytes: int = 1 << 20
-    hashed: int = 2_000
-    """Elements of one set or dict: the sender chooses the keys, and colliding ones make the cost quadratic."""
+    build: bool = False
+    """Whether sets and dicts are built. Else each arrives as a `Bag`: the sender chooses the keys, and they could collide."""
 
 
 RESULT = Limits()
 """From the sandbox: small enough to be safe for the reader."""
-JOB = Limits(size=256 << 20, nodes=20_000_000, hashed=1_000_000)
+JOB = Limits(size=256 << 20, nodes=20_000_000, build=True)
 """Into the sandbox, or between trusted parties."""
 
 
@@ -106,10 +109,6 @@ class _Walk:
         if depth > self.limits.depth:
             raise WireError(f"nested deeper than {self.limits.depth}")
 
-    def check_hashed(self, count: int) -> None:
-        if count > self.limits.hashed:
-            raise WireError(f"set or dict of {count}, the limit is {self.limits.hashed}")
-
 
 class _Encoder(_Walk):
     def __init__(self, limits: Limits, plain: bool = False) -> None:
@@ -144,22 +143,28 @@ class _Encoder(_Walk):
             self._text(b"S", value)
         elif kind is bytes:
             self._bytes(b"B", value)
-        elif kind in _DICTS:
-            self.check_hashed(len(value))
+        elif kind is dict:
             self.out += b"M" + _U32.pack(len(value))
             for key, item in value.items():
                 self.value(key, depth + 1, f"key of {where}")
                 self.value(item, depth + 1, f"{where}[{key!r:.40}]")
         elif kind in _TAGS:
-            if kind is set or kind is frozenset:
-                self.check_hashed(len(value))
             self.out += _TAGS[kind] + _U32.pack(len(value))
             for place, item in enumerate(value):
                 self.value(item, depth + 1, f"{where}[{place}]")
+        elif (other := value if self.plain else plain(value)) is not value:
+            self.value(other, depth, where)
+        elif not self.plain and (number := ratio(value)) is not None:
+            self._ratio(number, depth)
         elif self.plain:
             raise WireError(f"{where} is a {kind.__module__}.{kind.__qualname__}; only plain data can be passed")
         else:
             self._text(b"O", str(kind.__name__)[:_OPAQUE_NAME])
+
+    def _ratio(self, number: tuple[int, int] | float, depth: int) -> None:
+        self.out += b"" if isinstance(number, float) else b"Q"
+        for part in (number,) if isinstance(number, float) else number:
+            self.value(part, depth + 1, "number")
 
     def _text(self, tag: bytes, text: str) -> None:
         if len(text) > self.limits.size:
@@ -173,9 +178,8 @@ class _Encoder(_Walk):
         self.out += data
 
 
-_DICTS = {dict, Counter, OrderedDict, defaultdict}
 _TAGS: dict[type, bytes] = {list: b"L", tuple: b"U", set: b"E", frozenset: b"Z"}
-_KINDS: dict[int, Callable[[list[Any]], Any]] = {ord("L"): list, ord("U"): tuple, ord("E"): set, ord("Z"): frozenset}
+_KINDS: dict[int, type] = {ord("L"): list, ord("U"): tuple, ord("E"): set, ord("Z"): frozenset}
 
 
 class _Decoder(_Walk):
@@ -183,9 +187,12 @@ class _Decoder(_Walk):
         super().__init__(limits)
         self.data, self.at = data, 0
 
-    def value(self, depth: int) -> Any:
+    def value(self, depth: int, key: bool = False) -> Any:
+        """The next value; `key`: it is an element of a set or a key of a dict, or in one."""
         self.enter(depth)
         tag = self._take(1)[0]
+        if key and tag in b"LEM":
+            raise WireError("a list, set or dict as an element or key: unhashable")
         if tag == _N:
             return None
         if tag in (_T, _F):
@@ -200,32 +207,34 @@ class _Decoder(_Walk):
         if tag == _D:
             return _F64.unpack(self._take(8))[0]
         if tag in _KINDS:
-            items = [self.value(depth + 1) for _ in range(self._count(tag in b"EZ", 1))]
-            return self._hash(_KINDS[tag], items) if tag in b"EZ" else _KINDS[tag](items)
+            hashed = tag in b"EZ"
+            items = [self.value(depth + 1, key or hashed) for _ in range(self._count(1))]
+            return self._table(_KINDS[tag], items) if hashed else _KINDS[tag](items)
         if tag == _M:
-            pairs = [(self.value(depth + 1), self.value(depth + 1)) for _ in range(self._count(True, 2))]
-            return self._hash(dict, pairs)
+            return self._table(dict, [(self.value(depth + 1, True), self.value(depth + 1)) for _ in range(self._count(2))])
         if tag == _C:
             return complex(*_C128.unpack(self._take(16)))
         if tag == _B:
             return bytes(self._sized(self.limits.size))
+        if tag == _Q:
+            numerator, denominator = self.value(depth + 1), self.value(depth + 1)
+            if type(numerator) is not int or type(denominator) is not int or denominator < 1:
+                raise WireError("a ratio of something else than an int and a positive int")
+            return Ratio(numerator, denominator)
         if tag == _O:
             return Opaque(self._text(4 * _OPAQUE_NAME))
         raise WireError(f"unknown tag {tag} at byte {self.at - 1}")
 
-    def _hash(self, kind: Callable[[list[Any]], Any], items: list[Any]) -> Any:
-        try:
-            made = kind(items)
-        except TypeError as error:
-            raise WireError(f"{kind} of something unhashable: {error}") from None
+    def _table(self, kind: type, items: list[Any]) -> Any:
+        if not self.limits.build:
+            return Bag(kind, items)
+        made = kind(items)
         if len(made) != len(items):
             raise WireError(f"{kind} with an element twice")
         return made
 
-    def _count(self, hashed: bool, least: int) -> int:
+    def _count(self, least: int) -> int:
         count = int(_U32.unpack(self._take(4))[0])
-        if hashed:
-            self.check_hashed(count)
         if count * least > len(self.data) - self.at:  # an element takes at least a byte: refuse before allocating
             raise WireError(f"{count} elements announced, {len(self.data) - self.at} bytes left")
         return count
@@ -250,7 +259,7 @@ class _Decoder(_Walk):
         return self.data[start:end]
 
 
-_N, _T, _F, _I, _D, _C, _S, _B, _O, _M = b"NTFIDCSBOM"
+_N, _T, _F, _I, _D, _C, _Q, _S, _B, _O, _M = b"NTFIDCQSBOM"
 
 
 def digest(value: Any) -> bytes:

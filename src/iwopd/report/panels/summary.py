@@ -65,6 +65,7 @@ def _table(task: str, curves: Sequence[TaskCurve], data: ReportData) -> dict[str
         "words": _words(rows, reference.group.label),
         "sentences": [sentence(one, whole) for one in whole.differences] if whole else [],
         "notes": list(dict.fromkeys(note for pair in pairs.values() if pair for note in pair.notes)),
+        "sandboxes": sorted({used for curve in curves for run in curve.group.runs for used in run.sandboxes.get(task, ())}),
         "compared": len(whole.differences) if whole else 0,
     }
 

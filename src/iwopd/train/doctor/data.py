@@ -16,7 +16,7 @@ from iwopd.types import Prompt
 
 LONG_ANSWER = 6
 """An answer of at least this many letters in its prompt is a leak; shorter ones (numbers) occur by chance."""
-LEAK = re.compile(r"(?:answer|solution|result)(?: is|:|=)?\s*[:=]?\s*$|####\s*$|\\boxed\{\s*$", re.IGNORECASE)
+LEAK = re.compile(r"(?:answer|solution|result)(?: is|:|=)?\s*+[:=]?\s*+$|####\s*+$|\\boxed\{\s*+$", re.IGNORECASE)
 """The text before a short answer that is a leak."""
 
 
