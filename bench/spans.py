@@ -31,8 +31,8 @@ from iwopd.analysis.reproduce.variants import OPD
 from iwopd.config import make_config
 from iwopd.teacher.foreign import Reader
 from iwopd.teacher.scorer import Scorer
-from iwopd.train.assembly import build_teacher
 from iwopd.train.run import run_training
+from iwopd.train.teachers import build_teacher
 from iwopd.types import Rollout
 
 Cut = Callable[[Rollout], Tensor]

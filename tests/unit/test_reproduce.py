@@ -160,7 +160,12 @@ def test_fewer_than_four_lineages_give_no_verdict(runs: Runs) -> None:
 def test_another_tokenizer_is_judged_by_lineages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar: an interval that is not all below zero, and less than three points lost. Below four lineages nobody judges."""
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(tokenizers, "teacher_accuracy", lambda _, one, lineage: asked.append((one.title, lineage)) or 99.0)
+
+    def accuracy_alone(_: Runs, variant: Variant, lineage: int) -> float:
+        asked.append((variant.title, lineage))
+        return 99.0
+
+    monkeypatch.setattr(tokenizers, "teacher_accuracy", accuracy_alone)
     words = {}
     for count, accuracy in ((4, 0.5), (4, 0.4), (2, 0.5)):
         runs = Runs(tmp_path / f"{count}-{accuracy}", lineages=range(count), seeds=(0, 1), problems=PROBLEMS)
