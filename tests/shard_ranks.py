@@ -28,6 +28,7 @@ from iwopd.algo.objectives import make_objective
 from iwopd.config import Optim, make_config
 from iwopd.lm import Sequences
 from iwopd.teacher.local import LocalScorer
+from iwopd.train.average import Average
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.learner import Learner, Update
 from iwopd.train.micro_batch import Distributions
@@ -96,7 +97,8 @@ class Training:
         # A large epsilon: Adam's step is then nearly linear in the gradient, and does not make whole steps of its rounding.
         optim = Optim(**{"shard": True, "lr": 1e-2, "eps": 1e-3, "grad_clip": 0.5, "token_budget": 24, **case.optim})
         whole = Distributions.of(self.teacher) if self.objective.needs_teacher_distribution else None
-        self.learner = Learner(self.student.lm, optim, self.objective, ranks, whole)
+        self.average = Average(self.model, 0.5)
+        self.learner = Learner(self.student.lm, optim, self.objective, ranks, whole, average=self.average)
 
     def update(self, step: int) -> Update:
         items = rollouts()
@@ -151,6 +153,7 @@ def run_case(case: Case, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Any
         seen.append({"loss": update.loss, "norm": update.grad_norm, "skipped": update.skipped, **update.stats.as_dict()})
         tensors |= {f"{step}/{name}": one.detach().clone() for name, one in training.model.named_parameters()}
     tensors |= {f"optimizer/{name}": one.clone() for name, one in training.learner.optimizer_state().tensors.items()}
+    tensors |= {f"average/{name}": one.clone() for name, one in training.average.tensors.items()}
     held["moments"] = training.moments()
     return tensors, {"steps": seen, "bytes": held, "fused": training.student.lm.fused}
 

@@ -8,7 +8,6 @@ model, so the reference needs no second copy.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,25 +112,6 @@ def merge(base: Any, adapter_folder: Path) -> Any:
     for _, layer in adapter_layers(adapted):
         layer.base_layer.weight.data = merged_weight(layer)
     return adapted.unload()
-
-
-def quantization(kind: str) -> Any:
-    """Transformers' quantisation config of the frozen weights for QLoRA; None without. Needs a GPU; never run."""
-    if kind == "none":
-        return None
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(
-            f"lora.quantize = {kind!r} needs the package bitsandbytes and a GPU: pip install 'iwopd[qlora]', or leave "
-            "lora.quantize out (LoRA on unquantised weights)"
-        )
-    from transformers import BitsAndBytesConfig
-
-    build: Any = BitsAndBytesConfig
-    if kind == "8bit":
-        return build(load_in_8bit=True)
-    return build(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
-    )
 
 
 def is_adapter_layer(module: object) -> bool:

@@ -81,6 +81,13 @@ class Sequences:
         ids = {name: upload(getattr(self, name), device) for name in ("input_ids", "source", "response_ids")}
         return replace(self, **ids)
 
+    def only(self, tokens: Tensor) -> Sequences:
+        """The sequences whose response tokens are chosen by `tokens` [N], boolean: of each all or none."""
+        chosen = [row for row, part in enumerate(self.split(tokens.cpu())) if len(part) and bool(part[0])]
+        inputs, responses = self.input_ids.cpu().split(self.lengths.tolist()), self.split(self.response_ids.cpu())
+        prompts = [inputs[row][: len(inputs[row]) - len(responses[row]) + 1] for row in chosen]
+        return Sequences.build(prompts, [responses[row] for row in chosen])
+
     def split(self, values: Tensor) -> list[Tensor]:
         """[N] of the response tokens by sequence."""
         return list(values.split(self.answers.tolist()))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 StopReason = Literal["eos", "length", "horizon"]
 STOP_REASONS: tuple[StopReason, ...] = ("eos", "length", "horizon")
+Writer = Literal["student", "data", "teacher"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Prompt:
     """The reference answer, for checkers."""
     teacher: str | None = None
     """Which teacher scores it, where there are several."""
+    begun: str = ""
+    """What of the answer the prompt holds already: a thinking block that its template opens, a prefill."""
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -47,17 +50,18 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One answer of the student."""
+    """One answer: of the student, unless `writer` says otherwise."""
 
     prompt: Prompt
     response_ids: Tensor
     """[T] int64, end-of-sequence token included if there was one."""
     rollout_logprobs: Tensor
-    """[T] float32 or float64: the generating engine's own log-probs."""
+    """[T] float32 or float64: the generating engine's own log-probs; 0 where nobody drew the answer (it is given)."""
     stop_reason: StopReason
     """`eos`: the student ended its answer; `length`: it was cut off; `horizon`: what would follow is not needed."""
     sample: int = 0
     """Which of the prompt's samples this is."""
+    writer: Writer = "student"
 
     def __post_init__(self) -> None:
         owner = f"Rollout({self.prompt.id!r})"
@@ -189,6 +193,8 @@ class TokenBatch:
         """One batch of scored rollouts; `correct_rollouts` takes the engine's own log-probs along for the correction."""
         if not rollouts:
             raise ValueError("cannot make a TokenBatch of no rollouts")
+        if correct_rollouts and (other := next((item.rollout for item in rollouts if item.rollout.writer != "student"), None)):
+            raise ValueError(f"the answer to {other.prompt.id!r} is of the {other.writer}: the correction is for the student's")
         reference = [item.reference_logprobs for item in rollouts if item.reference_logprobs is not None]
         if reference and len(reference) < len(rollouts):
             missing = next(row for row, item in enumerate(rollouts) if item.reference_logprobs is None)

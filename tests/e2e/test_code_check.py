@@ -177,7 +177,12 @@ def test_sleep_is_limited_in_all(backend: str) -> None:
     source = "import time\ndef f():\n    time.sleep(0.2)\n    return 1"
     calls: list[Report] = []
     job = Program(source, "f", [wire.encode_plain([])] * 20, [9.0] * 20, 9.0, sleep=0.5)
-    end = run(job, Backend(backend), lambda report: calls.append(report) is None)  # type: ignore[arg-type]
+
+    def heard(report: Report) -> bool:
+        calls.append(report)
+        return True
+
+    end = run(job, Backend(backend), heard)
     assert end.status == "timeout"
     assert re.search(r"asleep for 0\.[5-9] s in all", end.detail), end.detail
     assert 1 <= len(calls) <= 3

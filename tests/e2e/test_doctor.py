@@ -30,7 +30,18 @@ from iwopd.types import Rollout
 from mismatched import MISMATCHES, healthy
 from models import make_model, save_pair
 
-LINES = ["files", "vocabulary", "stop ids", "output rows", "thinking", "chat template", "prompt ids", "temperature", "data"]
+LINES = [
+    "files",
+    "vocabulary",
+    "stop ids",
+    "output rows",
+    "thinking",
+    "chat template",
+    "prompt ids",
+    "temperature",
+    "data",
+    "rendering",
+]
 LINES += ["context", "memory", "disk", "masks", "fused head", "sampler", "echo", "noise floor"]
 
 

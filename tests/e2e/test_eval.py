@@ -106,7 +106,12 @@ def test_the_sandbox_is_recorded_and_printed(
         monkeypatch.setattr(probe, "_found", {"bubblewrap": "not here", "landlock": "not here"})
     elif None not in probe.findings().values():
         pytest.skip("no sandbox works here")
-    problem = {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "entry_point": "f", "canonical_solution": "    return x\n"}
+    problem: dict[str, Any] = {
+        "task_id": "HumanEval/0",
+        "prompt": "def f(x):\n",
+        "entry_point": "f",
+        "canonical_solution": "    return x\n",
+    }
     problem |= {"base_input": [[1]], "plus_input": [[2]], "atol": 0}
     (tmp_path / "code.jsonl").write_text(json.dumps(problem) + "\n")
     options = [

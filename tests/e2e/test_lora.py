@@ -20,6 +20,7 @@ from iwopd.config import make_config
 from iwopd.lean_model import lean_obstacle
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.models import ModelError
+from iwopd.quantization import quantization
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.runs.directory import RunDirectory
@@ -273,4 +274,4 @@ def test_the_fingerprint_is_that_of_the_frozen_weights() -> None:
 def test_quantised_weights_need_a_package_that_is_named() -> None:
     """Bitsandbytes needs a GPU: nothing more of QLoRA can be run here."""
     with pytest.raises(ModelError, match=r"pip install 'iwopd\[qlora\]'"):
-        adapters.quantization("4bit")
+        quantization("4bit", "lora.quantize")

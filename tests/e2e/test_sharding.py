@@ -76,6 +76,7 @@ def test_the_update_is_that_of_one_process(done: Path, name: str, world: int) ->
         distance(one, several, "optimizer/masters.") if CASES[name].dtype == torch.bfloat16 and not CASES[name].lora else 0.0
     )
     assert masters / moved < 1e-5
+    assert distance(one, several, "average/") / moved < 1e-5
     for mine, theirs in zip(seen_by(done, name, 1)[0]["steps"], seen_by(done, name, world)[0]["steps"], strict=True):
         if not mine["skipped"]:  # a broken micro-batch has no statistics, and the others are not the same
             assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)

@@ -61,6 +61,7 @@ def step(section: dict[str, Any]) -> tuple[ScoredStep, Counting, Counting]:
         ranks=Ranks(),
         engine=SimpleNamespace(exact=True),
         rewards=None,
+        others=None,
     )
     written = Written(rollouts(), teacher, Ranks(), None, 1, objective.asks.teacher)
     return score_step(make_config({"models": {"world": "clean"}}), parts, written, 1), student, teacher

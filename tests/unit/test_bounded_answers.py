@@ -21,6 +21,7 @@ from iwopd.config.engines import TeacherSource
 from iwopd.http_clients import hide_key, without_key
 from iwopd.rollout.connection import MOST_BYTES, Connection, ServerError
 from iwopd.rollout.requests import Vocabulary, check_tokens
+from iwopd.rollout.restarts import Restarts
 from iwopd.rollout.sampling import SamplingError
 from iwopd.rollout.server_stream import ServerStream
 from iwopd.rollout.streaming import Answer, Inbox
@@ -70,7 +71,7 @@ def whole(body: bytes, *headers: bytes, status: bytes = b"200 OK") -> Callable[[
 def streamed(url: str, key: str | None = None) -> Any:
     """What the streaming client puts into its inbox first."""
     inbox = Inbox()
-    stream = ServerStream(Connection(url, key, request_timeout=30.0, patience=0.1), {}, 1, inbox)
+    stream = ServerStream(Connection(url, key, request_timeout=30.0, patience=0.1), {}, 1, inbox, Restarts(lambda: None))
     try:
         stream.start(0, dict(REQUEST))
         return inbox.get()

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iwopd.eval.boxed import last_boxed, strip_thinking
+from iwopd.data.thinking import strip_thinking
+from iwopd.eval.boxed import last_boxed
 
 FOUND = [
     ("plain", r"So \boxed{5}.", "5"),

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import iwopd
-from iwopd.eval.boxed import last_boxed, strip_thinking
+from iwopd.data.thinking import strip_thinking
+from iwopd.eval.boxed import last_boxed
 from iwopd.eval.fences import defines, extract_code
 from iwopd.report.text import printable
 from iwopd.tiny.task import check

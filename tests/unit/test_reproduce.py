@@ -103,7 +103,8 @@ def probe(fall: float) -> Probe:
     return Probe(iwopd="0", student="s", teacher="t", settings={}, rollouts=about, handoff=handoff)
 
 
-def test_every_item_has_a_section(runs: Runs) -> None:
+def test_every_item_has_a_section(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizers, "teacher_accuracy", lambda *_: 99.0)
     for item in ITEMS.values():
         for place, variant in enumerate(item.trained(runs.world)):
             write_run(runs, variant, 0.3 + 0.02 * place)
@@ -116,6 +117,7 @@ def test_every_item_has_a_section(runs: Runs) -> None:
         "divergences",
         "thresholds",
         "horizons",
+        "tokenizers",
     ]
     for lineage in runs.lineages:
         runs.noise_file(lineage).write_text(json.dumps({one.title: [2.0, 1.0, 16] for one in ITEMS["objectives"].noise_of}))
@@ -161,11 +163,11 @@ def test_another_tokenizer_is_judged_by_lineages(tmp_path: Path, monkeypatch: py
     """The bar: an interval that is not all below zero, and less than three points lost. Below four lineages nobody judges."""
     asked: list[tuple[str, int]] = []
 
-    def accuracy_alone(_: Runs, variant: Variant, lineage: int) -> float:
-        asked.append((variant.title, lineage))
+    def accuracy_of(_: Any, one: Any, lineage: int) -> float:
+        asked.append((one.title, lineage))
         return 99.0
 
-    monkeypatch.setattr(tokenizers, "teacher_accuracy", accuracy_alone)
+    monkeypatch.setattr(tokenizers, "teacher_accuracy", accuracy_of)
     words = {}
     for count, accuracy in ((4, 0.5), (4, 0.4), (2, 0.5)):
         runs = Runs(tmp_path / f"{count}-{accuracy}", lineages=range(count), seeds=(0, 1), problems=PROBLEMS)

@@ -226,7 +226,7 @@ def test_the_local_engine_does_not_go_on_with_it(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create(config, "data", engine="verl")
     assert run.engine == "verl"
-    with pytest.raises(RunError, match="is trained by verl: continue it with --engine verl --resume"):
+    with pytest.raises(RunError, match="is trained by the verl engine: continue it with --engine verl --resume"):
         run_training(config, run.path, resume=True)
 
 

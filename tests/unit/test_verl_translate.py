@@ -62,12 +62,21 @@ OTHER: dict[str, Any] = {
     "models.teacher_dtype": "bfloat16",
     "models.attention": "sdpa",
     "models.teacher_device": "cuda:1",
+    "models.teacher_offload": True,
+    "models.teacher_quantize": "int8",
     "models.trust_remote_code": True,
+    "teacher.source": "live",
+    "reference.source": "ema",
+    "ema.decay": 0.5,
+    "ema.device": "cpu",
     "lora.rank": 8,
     "lora.alpha": 16.0,
     "lora.targets": ["q_proj"],
     "lora.quantize": "4bit",
     "data.max_prompt_tokens": 64,
+    "data.chat_template": "{{ messages }}",
+    "data.chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"},
+    "data.prefill": "So",
     "method.objective": "of-another-kind",
     "method.advantage": "exopd",
     "method.weights": "linear-decay",
@@ -98,11 +107,20 @@ OTHER: dict[str, Any] = {
     "rollout.prompts_per_step": 96,
     "rollout.samples": 2,
     "rollout.max_tokens": 50,
+    "rollout.mix.share": 0.5,
+    "rollout.mix.steps": 3,
+    "rollout.mix.afterwards": 0.5,
+    "rollout.mix.source": "teacher",
+    "rollout.mix.field": "solution",
+    "rollout.mix.temperature": 0.5,
+    "rollout.mix.objective": "forward-kl",
+    "rollout.mix.coefficient": 2.0,
     "rollout.temperature": 0.7,
     "rollout.top_p": 0.9,
     "rollout.top_k": 20,
     "rollout.stop_tokens": ["<end>"],
     "rollout.truncated": "mask",
+    "rollout.thinking": "only",
     "rollout.overlap": False,
     "engine.vllm.dtype": "float16",
     "engine.vllm.max_model_len": 4096,
@@ -134,6 +152,7 @@ OTHER: dict[str, Any] = {
     "eval.tasks": ["aime24"],
     "eval.prompts": 0,
     "eval.samples": 3,
+    "eval.chat_template_kwargs": {"enable_thinking": True},
     "eval.temperature": 0.5,
     "eval.max_tokens": 30,
     "eval.kept_rollouts": 1,
@@ -154,6 +173,10 @@ OTHER: dict[str, Any] = {
     "teacher.tokenizer": "org/another",
     "teacher.system": "You know better.",
     "teacher.user": "{prompt} ({answer})",
+    "teacher.chat_template": "{{ messages }}",
+    "teacher.chat_template_kwargs": {"enable_thinking": True},
+    "teacher.cache": "kept",
+    "teacher.cache_gb": 1.0,
     "teacher.others": {"code": {"model": "org/coder"}},
     "cluster.nodes": 2,
     "cluster.gpus_per_node": 16,
@@ -176,6 +199,7 @@ COMPANIONS: dict[str | None, dict[str, Any]] = {
     "models.lineage": WORLD,
     "models.reference_gguf_file": {"models": {"reference": "org/student"}},
     "models.reference_revision": {"models": {"reference": "org/student"}},
+    "teacher.source": {"models": {"teacher": None}, "teacher": {"user": "{prompt} {answer}"}},
     "lora.quantize": {"lora": {"rank": 8}},
     "method.scale": {"method": {"advantage": "exopd"}},
     "method.weighting": {"method": {"advantage": "exopd"}},
@@ -192,6 +216,7 @@ COMPANIONS: dict[str | None, dict[str, Any]] = {
     },
     "eval.every": {"eval": {"tasks": ["aime24"]}},
     "eval.prompts": WORLD,
+    "rollout.mix.afterwards": {"rollout": {"mix": {"steps": 3}}},
     "rollout.engine": {"engine": {"server": {"url": "http://gpu1:8000", "weights_folder": "/weights"}}},
 }
 
@@ -211,7 +236,7 @@ def _config(name: str | None = None, *, changed: bool = True) -> Config:
     """With another value of the setting `name`, and what must be beside it; without `changed`, with that alone."""
     tree = json.loads(json.dumps(WORLD if name == "models.world" or COMPANIONS.get(name) is WORLD else BASE))
     for section, values in COMPANIONS.get(name, {}).items():
-        tree.setdefault(section, {}).update(values)
+        tree.setdefault(section, {}).update(json.loads(json.dumps(values)))
     if name is not None and changed:
         *sections, last = name.split(".")
         place = tree
@@ -243,6 +268,12 @@ def test_every_setting_has_a_treatment() -> None:
 @pytest.mark.parametrize("name", _names("mapped"))
 def test_a_mapped_setting_reaches_verl(name: str) -> None:
     assert _overrides(_config(name)) != _overrides(_config(name, changed=False))
+
+
+def test_a_template_is_given_the_same_names_and_values() -> None:
+    carried = [item for item in _overrides(_config("data.chat_template_kwargs")) if "apply_chat_template_kwargs" in item]
+    names = "+data.apply_chat_template_kwargs"
+    assert carried == [f"{names}.enable_thinking=true", f"{names}.reasoning_effort=low"]
 
 
 @pytest.mark.parametrize("name", _names("unused"))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from iwopd.eval.answers import answer_text, check_answers
 from iwopd.eval.task import Checker
 from iwopd.rollout.sampler import Sampler
 from iwopd.types import Prompt, Rollout
@@ -47,7 +48,7 @@ def handoff_scores(
         part = rollouts[start : start + group]
         texts = _continue(part, teacher, tokenizer, fractions, continuations, seed)
         prompts = [rollout.prompt for rollout, rows in zip(part, texts, strict=True) for _ in rows]
-        found = iter(check(prompts, [text for rows in texts for text in rows]))
+        found = iter(check_answers(check, prompts, [text for rows in texts for text in rows]))
         for rollout in part:
             by_length = {length: [next(found).score for _ in range(continuations)] for length in _lengths(rollout, fractions)}
             for fraction in fractions:
@@ -78,9 +79,10 @@ def _continue(
     for row, length in prefixes:
         prefix = rollouts[row].response_ids[:length]
         if _complete(rollouts[row], length):
-            texts[row] += [text_of(tokenizer, prefix)] * continuations
+            texts[row] += [answer_text(tokenizer, prefix)] * continuations
         else:
-            texts[row] += [text_of(tokenizer, torch.cat([prefix, next(written).response_ids])) for _ in range(continuations)]
+            whole = (torch.cat([prefix, next(written).response_ids]) for _ in range(continuations))
+            texts[row] += [answer_text(tokenizer, ids) for ids in whole]
     return texts
 
 
@@ -92,7 +94,3 @@ def _prefixed(rollout: Rollout, length: int) -> Prompt:
 
 def _complete(rollout: Rollout, length: int) -> bool:
     return rollout.stop_reason == "eos" and length >= len(rollout)
-
-
-def text_of(tokenizer: Any, ids: Tensor) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,6 +1,10 @@
 """Check that a recipe's models, data and machine fit together. Each line is pass, warn or fail, with the remedy; the exit code
 is 1 if anything failed. Settings can be overridden as in `iwopd train`.
 
+With --self-check: also the pipeline on questions whose answers are known. The student teaches itself (the gap must be 0), who
+scores is asked again in other orders and batches, scores must belong to their tokens, and the update is computed once more in
+the plainest way.
+
 With --gpu: the checklist for a machine with GPUs, which needs no recipe: device, kernels, FlashAttention, processes that talk
 to each other, vLLM, and three training steps compared with the CPU's. It ends with "ready", or with what to do.
 """
@@ -27,6 +31,9 @@ HELP = "look at a recipe, or at a GPU, before it trains"
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, nargs="?", help="TOML recipe; may be left out with --gpu")
     parser.add_argument("--static", action="store_true", help="only what needs no model weights")
+    parser.add_argument(
+        "--self-check", action="store_true", help="also the pipeline on questions whose answers are known: no silent faults"
+    )
     parser.add_argument("--out", type=Path, help="run directory, for the disk space (default: as `iwopd train` would choose)")
     parser.add_argument("--ranks", type=int, help="processes that will train on this machine, for the memory of each")
     parser.add_argument("--gpu", action="store_true", help="the checklist for a machine with GPUs (docs/first-gpu-run.md)")
@@ -40,6 +47,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError("--device goes with --gpu")
     if options.static and options.gpu:
         raise ConfigError("--static looks at no device, --gpu at nothing else: leave one of them out")
+    if options.self_check and (options.static or options.gpu):
+        raise ConfigError("--self-check runs the recipe's own models: leave --static and --gpu out")
     if options.recipe is None:
         if not options.gpu:
             raise ConfigError("name a recipe (iwopd doctor my.toml), or ask for the GPU's checklist (iwopd doctor --gpu)")
@@ -52,8 +61,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _examine(options: argparse.Namespace, config: Config) -> int:
+    from iwopd.stages import ConsoleStages
     from iwopd.train.assembly import assemble
-    from iwopd.train.doctor import examine_models, examine_recipe
+    from iwopd.train.doctor import examine_models, examine_pipeline, examine_recipe
     from iwopd.train.progress import pretraining_progress
 
     folder = options.out or Path("runs") / f"{options.recipe.stem}-seed{config.seed}"
@@ -65,6 +75,9 @@ def _examine(options: argparse.Namespace, config: Config) -> int:
             parts = assemble(config, lambda _: None, progress)
         with parts:
             _show(examine_models(config, parts, folder), findings)
+            if options.self_check:
+                with ConsoleStages() as stages:
+                    _show(examine_pipeline(config, parts, stages), findings)
     skipped = " (the models were not loaded, because of the failures above)" if failed and not options.static else ""
     return _count(findings, skipped)
 

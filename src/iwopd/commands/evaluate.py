@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from iwopd.commands.engine_options import add_engine_options, engine_choice
-from iwopd.commands.options import add_model_options, model_options, picked, words
+from iwopd.commands.options import add_chat_options, add_model_options, model_options, picked, rendering, words
+
+if TYPE_CHECKING:
+    from iwopd.data.chat import Rendering
 
 HELP = "evaluate a model on math, code or your own tasks"
 EPILOG = """\
@@ -42,7 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise; equal for models to be compared")
     parser.add_argument("--limit", type=int, help="only the first problems of each task")
     parser.add_argument("--data", action="append", default=[], metavar="TASK=FILE", help="take a task's problems from a file")
-    parser.add_argument("--thinking", action="store_true", help="let the chat template switch thinking on")
+    add_chat_options(parser, "as a run trained, else ")
     parser.add_argument("--no-chat", action="store_true", help="bare problems, for base models without a chat template")
     add_model_options(parser)
     add_engine_options(parser)
@@ -56,7 +59,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.eval.session import Request, run_evaluation
     from iwopd.stages import ConsoleStages
 
-    model, label, name = _model(options.model, options.step)
+    model, label, name, trained = _model(options.model, options.step)
     request = Request(
         model=model,
         tasks=words(options.tasks),
@@ -64,8 +67,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         data=_data(options.data),
         unsafe=options.unsafe_no_sandbox,
         engine=engine_choice(options),
+        rendering=rendering(options, trained),
         label=label,
-        **picked(options, "samples", "temperature", "top_p", "top_k", "max_tokens", "seed", "limit", "thinking"),
+        **picked(options, "samples", "temperature", "top_p", "top_k", "max_tokens", "seed", "limit"),
         **model_options(options),
     )
     out: Path = options.out or Path("evals") / name
@@ -84,19 +88,23 @@ def _data(given: Sequence[str]) -> dict[str, Path]:
     return {name: Path(path) for name, _, path in (word.partition("=") for word in given)}
 
 
-def _model(text: str, step: int | None) -> tuple[str, dict[str, Any], str]:
-    """Path or id of the model, its labels, and a name for the folder; a run directory stands for one of its checkpoints."""
+def _model(text: str, step: int | None) -> tuple[str, dict[str, Any], str, Rendering | None]:
+    """Path or id of the model, its labels, a name for the folder, and how prompts were rendered in training.
+
+    A run directory stands for one of its checkpoints.
+    """
     from iwopd.eval.session import RequestError
     from iwopd.methods import method_title
     from iwopd.runs.directory import RunDirectory
     from iwopd.runs.identity import student_name
+    from iwopd.train.chats import eval_rendering
     from iwopd.train.checkpoint import CheckpointStore
 
     path = Path(text)
     if not (path / "run.json").exists():
         if step is not None:
             raise RequestError(f"--step needs a run directory, and {text} is none")
-        return text, {}, path.name or "model"
+        return text, {}, path.name or "model", None
     config = RunDirectory(path).config()
     store = CheckpointStore(path / "checkpoints")
     checkpoint = store.latest() if step is None else store.open(step)
@@ -104,4 +112,4 @@ def _model(text: str, step: int | None) -> tuple[str, dict[str, Any], str]:
         raise RequestError(f"{text} has no valid checkpoint yet")
     student = student_name(config.models.model_dump())
     label = {"method": method_title(config.method.model_dump()), "student": student, "train_seed": config.seed}
-    return str(checkpoint.model_path), label, f"{path.name}-step{checkpoint.step}"
+    return str(checkpoint.model_path), label, f"{path.name}-step{checkpoint.step}", eval_rendering(config)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from iwopd.data.chat import Rendering
 
 
 def picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -23,6 +26,47 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def model_options(options: argparse.Namespace) -> dict[str, Any]:
     """The same as keyword arguments."""
     return picked(options, "dtype", "device", "trust_remote_code")
+
+
+CHAT_OPTIONS = ("thinking", "chat_template", "chat_template_kwargs", "prefill")
+CHAT_NAMES = tuple(f"--{name.replace('_', '-')}" for name in CHAT_OPTIONS)
+
+
+def add_chat_options(parser: argparse.ArgumentParser, default: str = "") -> None:
+    """How prompts are rendered: `eval` and `probe`."""
+    switch: Any = argparse.BooleanOptionalAction
+    mode = f"thinking mode of the chat template (default: {default}off)"
+    parser.add_argument("--thinking", action=switch, default=None, help=mode)
+    own = "file with a Jinja chat template instead of the tokenizer's"
+    parser.add_argument("--chat-template", metavar="FILE", help=own)
+    names = "what the template is given, e.g. '{reasoning_effort = \"low\"}'"
+    parser.add_argument("--chat-template-kwargs", metavar="TABLE", help=names)
+    parser.add_argument("--prefill", metavar="TEXT", help="beginning of every answer: it ends the prompts")
+
+
+def rendering(options: argparse.Namespace, base: Rendering | None = None) -> Rendering:
+    """The rendering that is asked for; what is not said is as in `base`."""
+    from dataclasses import replace
+
+    from iwopd.config import ConfigError, parse_value
+    from iwopd.config.templates import check_kwargs
+    from iwopd.data.chat import THINKING, WITHOUT_THINKING
+    from iwopd.data.templates import TemplateError, read_template
+
+    found = base or WITHOUT_THINKING
+    try:
+        if options.chat_template is not None:
+            found = replace(found, template=read_template(options.chat_template))
+    except TemplateError as error:
+        raise ConfigError(f"--chat-template: {error}") from None
+    if options.chat_template_kwargs is not None:
+        try:
+            found = found.but(check_kwargs(parse_value(options.chat_template_kwargs)))
+        except ValueError as error:
+            raise ConfigError(f"--chat-template-kwargs {options.chat_template_kwargs!r}: {error}") from None
+    if options.thinking is not None:
+        found = found.but({THINKING: options.thinking})
+    return found if options.prefill is None else replace(found, prefill=options.prefill)
 
 
 def add_report_sources(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iwopd.commands.engine_options import add_engine_options, engine_choice
-from iwopd.commands.options import add_model_options, model_options, picked, words
+from iwopd.commands.options import (
+    CHAT_NAMES,
+    CHAT_OPTIONS,
+    add_chat_options,
+    add_model_options,
+    model_options,
+    picked,
+    rendering,
+    words,
+)
 
 if TYPE_CHECKING:
     from iwopd.analysis.probe.inputs import Material, Pair
@@ -42,6 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", help="a task of `iwopd eval`: its problems, or with --prompts only its checker")
     parser.add_argument("--data", type=Path, metavar="FILE", help="take the task's problems from a file")
     parser.add_argument("--no-chat", action="store_true", help="with --task: bare problems, for models without a chat template")
+    add_chat_options(parser)
     parser.add_argument("--limit", "--prompts-count", type=int, default=256, help="only the first prompts (default: 256)")
     parser.add_argument("--samples", type=int, default=1, help="rollouts per prompt (default: 1)")
     parser.add_argument("--max-tokens", type=int, help="longest answer (default: the task's)")
@@ -98,6 +108,8 @@ def _check(options: argparse.Namespace) -> None:
         for name in ("student", "teacher", "prompts", "task", "data"):
             if getattr(options, name) is not None:
                 raise ProbeError(f"--world brings models, prompts and checker: leave --{name} out")
+        if any(value is not None for value in picked(options, *CHAT_OPTIONS).values()):
+            raise ProbeError("--world brings rendered prompts: leave " + ", ".join(CHAT_NAMES) + " out")
         return
     if not (options.student and options.teacher):
         raise ProbeError("name a pair with --student and --teacher, or an embedded --world (clean or drift)")
@@ -160,11 +172,12 @@ def _world(options: argparse.Namespace) -> tuple[Pair, Material, str]:
 def _models(options: argparse.Namespace) -> tuple[Pair, Material, str]:
     from iwopd.analysis.probe.inputs import file_material, open_pair, task_material
 
+    how = rendering(options)
     pair = open_pair(options.student, options.teacher, **model_options(options))
     if options.prompts is not None:
-        material = file_material(options.prompts, pair.tokenizer, limit=options.limit, task=options.task)
+        material = file_material(options.prompts, pair.tokenizer, limit=options.limit, task=options.task, rendering=how)
     else:
-        chat = not options.no_chat
-        material = task_material(options.task, pair.tokenizer, data=options.data, limit=options.limit, chat=chat)
+        from_task = {"data": options.data, "limit": options.limit, "chat": not options.no_chat}
+        material = task_material(options.task, pair.tokenizer, rendering=how, **from_task)
     student, teacher = (re.sub(r"[^\w.-]+", "-", Path(name).name) or "model" for name in (options.student, options.teacher))
     return pair, material, f"{student}-from-{teacher}"

@@ -5,6 +5,7 @@ from iwopd.config.engines import TeacherSource
 from iwopd.config.inputs import Lora
 from iwopd.config.marks import defaults, differences, marked, without
 from iwopd.config.method import Method
+from iwopd.config.mix import MixSettings
 from iwopd.config.reading import config_toml, flatten, load_config, make_config, make_engine_choice, parse_value, settings
 from iwopd.config.reward import Reward
 from iwopd.config.training import Optim
@@ -18,6 +19,7 @@ __all__ = [
     "ConfigError",
     "Lora",
     "Method",
+    "MixSettings",
     "Optim",
     "Reward",
     "Section",

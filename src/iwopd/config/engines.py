@@ -10,6 +10,9 @@ from pydantic import ConfigDict, Field, model_validator
 
 from iwopd.config.distributions import DialectName, refusal
 from iwopd.config.horizon import HorizonSettings
+from iwopd.config.mix import MixSettings
+from iwopd.config.own_teacher import TeacherWeights
+from iwopd.config.templates import TemplateKwargs, TemplateText
 from iwopd.data.teacher_view import PromptTemplate
 from iwopd.errors import ConfigError
 from iwopd.rollout.engine import ENGINES, Engine
@@ -27,7 +30,11 @@ class RolloutSettings(Section):
     top_k: int = Field(0, ge=0, description="keep the k likeliest ids; 0: off")
     stop_tokens: list[str] = Field([], description="tokens that end an answer, beside those of tokenizer and generation config")
     truncated: Literal["keep", "mask", "drop"] = Field("keep", description="rollouts cut off by max_tokens: trained on or not")
+    thinking: Literal["keep", "mask", "only"] = Field(
+        "keep", description="thinking blocks of rollouts: trained on like the rest, not at all, or alone"
+    )
     horizon: HorizonSettings = Field(default_factory=HorizonSettings)
+    mix: MixSettings = MixSettings()
     mismatch_limit: float | None = Field(
         None, gt=0, description="mean |difference| of engine's and trainer's log-probs that ends a run; empty: by dtype"
     )
@@ -62,6 +69,10 @@ class TeacherSource(Section):
     user: str | None = Field(
         None, description="user message that the teacher sees: {prompt}, {answer} and the data set's fields are filled in"
     )
+    chat_template: TemplateText | None = Field(None, description="file with a Jinja template; empty: as the student's")
+    chat_template_kwargs: TemplateKwargs = Field(
+        default_factory=dict, description="what the teacher's chat template is given; the rest as in data.chat_template_kwargs"
+    )
 
     @model_validator(mode="after")
     def _template_is_one(self) -> Self:
@@ -80,9 +91,24 @@ class OtherTeacher(TeacherSource):
 
 
 class Teacher(TeacherSource):
+    source: TeacherWeights = Field(
+        "model",
+        description="model (models.teacher or urls), or the student itself: base (adapter off), live (present weights), ema "
+        "(their moving average): docs/teachers.md",
+    )
     others: dict[str, OtherTeacher] = Field(
         default_factory=dict, description="further teachers by the name that a prompt's field `teacher` gives"
     )
+
+    cache: Place[str | None] = Field(
+        None, description="folder of scores that are kept for answers that recur: docs/teachers.md; empty: none are kept"
+    )
+    cache_gb: Place[float] = Field(10.0, gt=0, description="size of that folder in GB; the oldest scores go first")
+
+    @property
+    def is_student(self) -> bool:
+        """Whether the first teacher is the student itself: no model is loaded for it."""
+        return self.source != "model"
 
     @property
     def has_servers(self) -> bool:

@@ -6,8 +6,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from iwopd.config.templates import TemplateKwargs, TemplateText
 from iwopd.data.fields import parse_filter
-from iwopd.section import Dtype, Section
+from iwopd.section import Dtype, Place, Section
 
 
 class Models(Section):
@@ -33,17 +34,39 @@ class Models(Section):
         None, description="attention implementation of all models; empty: transformers chooses"
     )
     teacher_device: str | None = Field(None, description="of the teacher: cpu, cuda:1, or auto (spread); empty: the student's")
+    teacher_offload: Place[bool] = Field(
+        False, description="local teachers are on the CPU while the student writes and trains, on its device while they score"
+    )
+    teacher_quantize: Literal["none", "4bit", "8bit", "int8"] = Field(
+        "none", description="local teachers in fewer bits: 4bit, 8bit (bitsandbytes, a GPU), int8 (torchao); docs/teachers.md"
+    )
     trust_remote_code: bool = Field(False, description="run model code that a repository brings along")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if self.world is None and not (self.student and self.teacher):
+        if self.world is None and not self.student:
             raise ValueError("give models.world, or both models.student and models.teacher")
         if self.world is not None and (self.student or self.teacher):
             raise ValueError("models.world brings student and teacher; leave models.student and models.teacher out")
         for name in ("student", "teacher", "reference"):
             if getattr(self, name) is None and (getattr(self, f"{name}_gguf_file") or getattr(self, f"{name}_revision")):
                 raise ValueError(f"models.{name}_gguf_file and models.{name}_revision need models.{name}")
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_can_move(self) -> Self:
+        if self.teacher_offload and self.teacher_device is not None:
+            raise ValueError(
+                "models.teacher_offload moves the teacher between the CPU and the student's device, but models.teacher_device "
+                f"is {self.teacher_device!r}: leave one of them out"
+            )
+        if self.teacher_offload and self.teacher_quantize != "none":
+            raise ValueError(
+                f"models.teacher_offload cannot move quantised weights (models.teacher_quantize = {self.teacher_quantize!r}): "
+                "leave one of them out"
+            )
+        if self.teacher_quantize != "none" and (self.teacher_gguf_file or str(self.teacher).endswith(".gguf")):
+            raise ValueError("a GGUF teacher is dequantised when it is loaded: leave models.teacher_quantize out")
         return self
 
 
@@ -98,3 +121,8 @@ class Data(Section):
     sets: list[DataSet] = Field([], description="training sets and their mixture instead of one file, see docs/data.md")
     train_size: int = Field(4096, ge=1, description="training prompts to draw from an embedded world")
     max_prompt_tokens: int = Field(2048, ge=1, description="longer prompts are left out (and counted), never cut")
+    chat_template: TemplateText | None = Field(None, description="file with a Jinja template; empty: the student's tokenizer's")
+    chat_template_kwargs: TemplateKwargs = Field(
+        default_factory=dict, description="what the chat template is given; enable_thinking is false unless set here"
+    )
+    prefill: str = Field("", description="beginning of every answer: it ends the prompts and is not trained on")

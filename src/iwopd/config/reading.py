@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from iwopd.config.cluster import Cluster
 from iwopd.config.engines import RENAMED, Engines, engine_type
+from iwopd.config.mix import MixSettings
 from iwopd.config.tree import Config
 from iwopd.errors import ConfigError
 from iwopd.section import Section
@@ -22,7 +23,8 @@ from iwopd.section import Section
 if TYPE_CHECKING:
     from iwopd.rollout.engine import EngineChoice
 
-OPEN_TABLES = ("method.params", "eval.data", "teacher.others")
+TEMPLATE_TABLES = tuple(f"{section}.chat_template_kwargs" for section in ("data", "eval", "teacher"))
+OPEN_TABLES = ("method.params", "eval.data", "teacher.others", *TEMPLATE_TABLES)
 """Tables whose keys are the user's."""
 
 KEPT_QUIET = ("url", "urls", "api_key_env")
@@ -101,6 +103,8 @@ def config_toml(config: Config) -> str:
         del tree["cluster"]
     if config.reward.checker is None:
         del tree["reward"]
+    if config.rollout.mix == MixSettings():  # most runs have the student's own answers only
+        del tree["rollout"]["mix"]
     for name in list(tree["engine"]):
         section = config.engine.of(name)
         if name != config.rollout.engine and section == type(section)():  # most runs use one engine

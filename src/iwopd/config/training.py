@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from iwopd.config.templates import TemplateKwargs
 from iwopd.registry import suggestion
 from iwopd.section import Beta, Place, Repeat, Section
 from iwopd.trackers import TRACKERS
@@ -30,6 +31,9 @@ class Eval(Section):
     data: dict[str, str] = Field(default_factory=dict, description="data file of a task, e.g. {aime25 = 'problems.jsonl'}")
     prompts: int = Field(256, ge=0, description="problems of each task, the first ones; 0: no evaluation")
     samples: int = Field(1, ge=1, description="samples per evaluation prompt")
+    chat_template_kwargs: TemplateKwargs = Field(
+        default_factory=dict, description="what the chat template is given in evaluations; the rest as in data"
+    )
     temperature: float = Field(1.0, ge=0, description="0: greedy")
     max_tokens: int | None = Field(None, ge=1, description="longest answer; empty: as in training")
     kept_rollouts: Place[int] = Field(8, ge=0, description="rollouts kept in full per evaluation, for the report")

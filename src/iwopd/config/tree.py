@@ -11,6 +11,9 @@ from iwopd.config.distributions import MOST_IDS, in_words
 from iwopd.config.engines import Engines, RolloutSettings, Teacher, engine_type
 from iwopd.config.inputs import Data, Lora, Models
 from iwopd.config.method import Method
+from iwopd.config.others import mix_refused
+from iwopd.config.own_teacher import Ema, Reference
+from iwopd.config.own_teacher_checks import faults
 from iwopd.config.reward import Reward
 from iwopd.config.training import CheckpointSettings, Eval, Optim, Tracking
 from iwopd.section import Dtype, Place, Repeat, Section
@@ -43,6 +46,8 @@ class Config(Section):
     eval: Repeat[Eval] = Eval()
     checkpoint: Place[CheckpointSettings] = CheckpointSettings()
     teacher: Teacher = Teacher()
+    reference: Reference = Reference()
+    ema: Ema = Ema()
     tracking: Place[Tracking] = Tracking()
     cluster: Place[Cluster] = Cluster()  # the launcher refuses what its checkpoints cannot follow
 
@@ -58,6 +63,22 @@ class Config(Section):
             return self.head_precision
         return "tf32" if self.precision == "bf16" or self.models.dtype != "float32" else "float32"
 
+    @property
+    def teacher_stays(self) -> bool:
+        """Whether the teacher can read again during the update: it is not offloaded, and no weights of the student's."""
+        return not self.models.teacher_offload and self.teacher.source not in ("base", "live")
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether a moving average of the student's weights is kept, because somebody scores with it."""
+        return self.teacher.source == "ema" or (self.reference.source == "ema" and self.method.made.needs_reference)
+
+    @model_validator(mode="after")
+    def _student_can_teach_itself(self) -> Self:
+        for fault in faults(self):
+            raise ValueError(fault)
+        return self
+
     @model_validator(mode="after")
     def _prompts_exist(self) -> Self:
         if self.models.world is None and self.data.prompts is None and not self.data.sets:
@@ -65,6 +86,13 @@ class Config(Section):
         if self.data.sets and (self.models.world is not None or self.data.prompts is not None):
             other = "models.world brings its own prompts" if self.models.world is not None else "data.prompts is the short form"
             raise ValueError(f"data.sets is given, but {other}: leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _world_renders_its_own(self) -> Self:
+        given = [name for name in ("chat_template", "chat_template_kwargs", "prefill") if getattr(self.data, name)]
+        if self.models.world is not None and given:
+            raise ValueError(f"data.{given[0]} is given, but models.world brings rendered prompts: leave it out")
         return self
 
     @model_validator(mode="after")
@@ -93,6 +121,24 @@ class Config(Section):
                 f"the method ({made.who}) needs the teacher's whole distributions, and several teachers have several output "
                 "matrices: leave teacher.others out, or look at likely ids only (a divergence: method.support = 'top-k'; the "
                 "advantage 'baseline' and the rule 'tip': k above 1)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_fits(self) -> Self:
+        models, teacher = self.models, self.teacher
+        local = not teacher.urls or any(other.model is not None for other in teacher.others.values())
+        given = {"teacher_offload": models.teacher_offload, "teacher_quantize": models.teacher_quantize != "none"}
+        if (asked := [name for name, is_set in given.items() if is_set]) and not local:
+            raise ValueError(
+                f"models.{asked[0]} is for teachers in this process, and all are servers (teacher.urls): leave it out; how a "
+                "server keeps its model is its own affair (vLLM: sleep mode, --quantization)"
+            )
+        weights = getattr(teacher, "source", "model")
+        if teacher.cache is not None and weights != "model":
+            raise ValueError(
+                f"teacher.cache keeps scores of weights that stay the same, and teacher.source = {weights!r} is the student, "
+                "which changes: leave teacher.cache out"
             )
         return self
 
@@ -154,9 +200,20 @@ class Config(Section):
                 f"rollout.horizon.type is {rollout.horizon.type!r}, but answers of rollout.engine {rollout.engine!r} cannot be "
                 "stopped while it writes them: choose the horizon 'fixed' or 'growing', or engine 'local', 'vllm' or 'server'"
             )
+        if horizon.stops_online and rollout.thinking != "keep":
+            raise ValueError(
+                f"rollout.thinking is {rollout.thinking!r}, but the horizon {rollout.horizon.type!r} stops answers by the gaps "
+                "of all their tokens, thinking included: choose the horizon 'full', 'fixed' or 'growing', or thinking = 'keep'"
+            )
         if rollout.max_tokens is not None:  # else a world says how long answers are
             try:
                 horizon.check(rollout.max_tokens, rollout.samples)
             except ValueError as error:
                 raise ValueError(f"rollout.horizon: {error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _others_can_answer(self) -> Self:
+        if (why := mix_refused(self.rollout, self.teacher, self.models.world)) is not None:
+            raise ValueError(f"rollout.mix: {why}")
         return self

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from iwopd.data.templates import GIVEN, TemplateError, known_names
+from iwopd.data.thinking import TAG, opened_at_end
 from iwopd.errors import UserError
 
-THINKING_OFF: Mapping[str, Any] = {"enable_thinking": False}
+THINKING = "enable_thinking"
+"""The name by which templates with a thinking mode ask for it."""
+THINKING_OFF: Mapping[str, Any] = {THINKING: False}
 """What templates are given unless somebody asks for something else. Those without a thinking mode ignore it."""
 
 
@@ -19,6 +24,33 @@ class ChatError(UserError, ValueError):
 class Rendered(NamedTuple):
     text: str
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Settings of a `Chat`, before there is a tokenizer."""
+
+    template: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: THINKING_OFF)
+    prefill: str = ""
+
+    def of(self, tokenizer: Any) -> Chat:
+        return Chat(tokenizer, self.template, self.kwargs, self.prefill)
+
+    def but(self, kwargs: Mapping[str, Any]) -> Rendering:
+        """The same with further names and values for the template."""
+        return replace(self, kwargs={**self.kwargs, **kwargs})
+
+    def outcome(self) -> dict[str, Any]:
+        """What of it makes other prompts than the defaults do, in short; `thinking` is always there."""
+        others = {name: value for name, value in self.kwargs.items() if name != THINKING}
+        template = {} if self.template is None else {"chat_template": hashlib.sha256(self.template.encode()).hexdigest()[:16]}
+        more = {"chat_template_kwargs": others, "prefill": self.prefill}
+        return {"thinking": self.kwargs.get(THINKING, False), **template, **{name: one for name, one in more.items() if one}}
+
+
+WITHOUT_THINKING = Rendering()
+"""The tokenizer's own template, thinking off."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +65,50 @@ class Chat:
     prefill: str = ""
     """The beginning of every answer: it ends the prompt."""
 
-    def text(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Rendered with the generation prompt."""
-        template = self.template or self.tokenizer.chat_template
-        if not template:
+    def __post_init__(self) -> None:
+        if self.prefill and (word := next((one for one in _special(self.tokenizer) if one in self.prefill), None)):
+            raise ChatError(
+                f"the prefill {self.prefill!r} holds the special token {word!r}, which begins or ends a message: a prefill is "
+                "the beginning of an answer's text, so leave it out (the chat template adds what comes before)"
+            )
+
+    @property
+    def own_template(self) -> str | None:
+        """Jinja text of what renders plain chats; None: there is nothing."""
+        found = self.template or self.tokenizer.chat_template
+        return found.get("default") if isinstance(found, dict) else found
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Names that the template can be given."""
+        try:
+            return known_names(self.own_template) if self.own_template else frozenset()
+        except TemplateError:  # rendering says it
+            return frozenset()
+
+    def asks_for(self, name: str) -> bool:
+        """Whether the template does anything with a name, as far as its text tells."""
+        try:
+            return self.own_template is None or name in GIVEN or name in known_names(self.own_template)
+        except TemplateError:
+            return True
+
+    @property
+    def has_thinking(self) -> bool:
+        """Whether the template has a thinking mode, or speaks of thinking blocks."""
+        return THINKING in self.known or bool(self.own_template and TAG.search(self.own_template))
+
+    def text(self, messages: Sequence[Mapping[str, str]], *, answered: bool = False) -> str:
+        """Rendered with the generation prompt; `answered`: without it, as a conversation that has its answer already."""
+        if not self.own_template:
             raise ChatError("the tokenizer has no chat template to render it with")
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=True, **self.kwargs
+                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=not answered, **self.kwargs
             )
         except Exception as error:  # templates raise anything
             raise ChatError(f"the chat template refuses it: {error}") from None
-        return str(text) + self.prefill
+        return str(text) if answered else str(text) + self.prefill
 
     def lead(self) -> str:
         """Whitespace that the template writes between the generation prompt and an answer: such models begin with a space."""
@@ -66,7 +130,24 @@ class Chat:
         text = self.text(messages)
         return Rendered(text, encode(self.tokenizer, text))
 
+    def begun(self, text: str) -> str:
+        """What of the answer a rendered prompt holds already: the thinking block that it opens, and the prefill."""
+        before = text.removesuffix(self.prefill) if self.prefill else text
+        return opened_at_end(before) + self.prefill
+
+    def renders_like(self, other: Chat) -> bool:
+        """Whether both make the same of every chat, with one tokenizer."""
+        ours, theirs = ((one.template, dict(one.kwargs), one.prefill) for one in (self, other))
+        return self.tokenizer is other.tokenizer and ours == theirs
+
 
 def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Ids of a rendered text, without adding special tokens: the template has added them."""
     return tuple(int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _special(tokenizer: Any) -> list[str]:
+    """Special tokens by name, without the tags of thinking blocks, which are text of an answer."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    names = {*map(str, tokenizer.all_special_tokens), *(str(token) for token in added if token.special)}
+    return sorted((name for name in names if not TAG.fullmatch(name)), key=lambda name: (-len(name), name))

@@ -171,6 +171,7 @@ def _prompt(item: Mapping[str, Any], where: str, number: int, chosen: PromptSet,
         id=f"{chosen.name}/{id_}" if chosen.name else id_,
         token_ids=token_ids,
         text=text,
+        begun=chat.begun(text),
         answer=None if answer is None else str(answer),
         teacher=teacher or chosen.teacher,
         metadata={**item, "messages": messages},  # for a teacher's own prompt

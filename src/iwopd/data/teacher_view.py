@@ -32,8 +32,8 @@ class PromptTemplate:
         given = prompt.metadata.get("messages")
         if not isinstance(given, Sequence) or not given:
             raise ChatError(
-                f"prompt {prompt.id!r} is not a chat, so the teacher cannot be given another prompt: teacher.system and "
-                "teacher.user need prompts that were rendered from messages (data.prompts)"
+                f"prompt {prompt.id!r} is not a chat, so the teacher cannot be given another prompt: teacher.system, user, "
+                "chat_template and chat_template_kwargs need prompts that were rendered from messages (data.prompts)"
             )
         messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in given]
         if self.system is not None:

@@ -2,8 +2,7 @@ r"""The answer of a completion: the last box outside of any thinking block.
 
 Rules:
 
-- Text in `<think>...</think>` does not count. A block that is never closed reaches to the end of the text. A closing tag
-  without an opening one (it stands in the prompt) ends a block that began before the text.
+- Text in `<think>...</think>` does not count (`data/thinking.py`).
 - Only the last box counts. Models box intermediate results, and a list of boxed guesses must not earn more than one guess.
 - A last box that is never closed is no answer, and the box before it is not used: the text was cut off while the model
   stated its answer, perhaps a new one. Using the earlier box would reward running into the length limit.
@@ -17,7 +16,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_THINK_TAG = re.compile(r"<\s{0,2}(/?)\s{0,2}think(?:ing)?\s{0,2}>", re.IGNORECASE)
+from iwopd.data.thinking import strip_thinking
+
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox(?:\s*\[[^\]\[{}]*\]){0,2})(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character is consumed, so `\{` is no brace and `\\{` is one
 _BARE_TOKEN = re.compile(r"\\[a-zA-Z]+|\d|[a-zA-Z](?![a-zA-Z])")
@@ -58,25 +58,6 @@ def last_boxed(text: str) -> Boxed:
     if not answer:
         return Boxed(None, r"the last \boxed{} is empty")
     return Boxed(answer, "")
-
-
-def strip_thinking(text: str) -> str:
-    """`text` without its thinking blocks."""
-    visible: list[str] = []
-    start = 0
-    thinking = False
-    for tag in _THINK_TAG.finditer(text):
-        closes = bool(tag.group(1))
-        if not thinking and not closes:
-            visible.append(text[start : tag.start()])
-        elif not thinking:
-            visible.clear()  # everything before was thinking that began in the prompt
-        # An opening tag inside a block is part of it. A second closing tag clears the text before it, as above.
-        thinking = not closes
-        start = tag.end()
-    if not thinking:
-        visible.append(text[start:])
-    return "".join(visible)
 
 
 def _closing_braces(text: str, start: int) -> dict[int, int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from iwopd import tiny
+from iwopd.data.thinking import strip_thinking
 from iwopd.eval.math import check_math_many
 from iwopd.eval.problems import Opening, TaskError, TaskSpec, problem_file
 from iwopd.eval.task import Checker, Task, Verdict, one_by_one
@@ -87,11 +88,12 @@ def math_checker(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdic
 
 
 def exact_checker(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
-    """The whole answer against the prompt's, apart from white space."""
+    """The whole answer outside thinking blocks against the prompt's, apart from white space."""
     verdicts = []
     for prompt, text in zip(prompts, texts, strict=True):
-        right = _squeeze(text) == _squeeze(prompt.answer or "")
-        verdicts.append(Verdict("correct" if right else "wrong", float(right), _squeeze(text)))
+        given = _squeeze(strip_thinking(text))
+        right = given == _squeeze(prompt.answer or "")
+        verdicts.append(Verdict("correct" if right else "wrong", float(right), given))
     return verdicts
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from iwopd import tiny
-from iwopd.data.chat import Chat, ChatError, encode
+from iwopd.data.chat import WITHOUT_THINKING, ChatError, Rendering, encode
 from iwopd.data.sources import Local, Source, local_copy, records
 from iwopd.errors import UserError
 from iwopd.types import Prompt
@@ -51,7 +51,7 @@ class Opening:
     """Instead of the task's own source."""
     limit: int | None = None
     """Only the first ones."""
-    thinking: bool = False
+    rendering: Rendering = WITHOUT_THINKING
     chat: bool = True
     """False: the problem's text itself is the prompt, for base models that have no chat template."""
     unsafe: bool = False
@@ -62,11 +62,12 @@ class Opening:
             return Prompt(id_, encode(self.tokenizer, text), text, answer)
         messages = [{"role": "user", "content": text}]
         try:
-            rendered = Chat(self.tokenizer, kwargs={"enable_thinking": self.thinking}).render(messages)
+            chat = self.rendering.of(self.tokenizer)
+            text, ids = chat.render(messages)
         except ChatError as error:
             hint = "--no-chat gives a base model the bare text"
             raise TaskError(f"task {spec.name!r}, problem {id_!r}: {error}; {hint}") from None
-        return Prompt(id_, rendered.token_ids, rendered.text, answer, metadata={"messages": messages})
+        return Prompt(id_, ids, text, answer, begun=chat.begun(text), metadata={"messages": messages})
 
 
 def problem_file(spec: TaskSpec, data: Path | None = None) -> Path:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from iwopd.eval.answers import answer_text, check_answers
 from iwopd.eval.task import Task, Verdict
 from iwopd.types import EvalResult, Prompt, Rollout
 
@@ -44,8 +45,8 @@ def evaluate(
 
     def answer(prompts: Sequence[Prompt]) -> list[Answer]:
         rollouts = write(prompts)
-        texts = [str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True)) for rollout in rollouts]
-        verdicts = task.check([rollout.prompt for rollout in rollouts], texts) if rollouts else []
+        texts = [answer_text(tokenizer, rollout.response_ids) for rollout in rollouts]
+        verdicts = check_answers(task.check, [rollout.prompt for rollout in rollouts], texts) if rollouts else []
         return [Answer(*parts) for parts in zip(rollouts, texts, verdicts, strict=True)]
 
     answers = answer(task.prompts) if share is None else share(task.prompts, answer)

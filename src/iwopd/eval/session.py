@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from iwopd.data.chat import WITHOUT_THINKING, Rendering
 from iwopd.errors import UserError
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.folder import EvaluationFolder
@@ -45,7 +46,7 @@ class Request:
     max_tokens: int | None = None
     seed: int = 0
     limit: int | None = None
-    thinking: bool = False
+    rendering: Rendering = WITHOUT_THINKING
     chat: bool = True
     data: Mapping[str, Path] | None = None
     dtype: str = "float32"
@@ -75,7 +76,7 @@ def run_evaluation(request: Request, out: Path, progress: StageListener) -> dict
     """Evaluate and return the results of every task, as in `eval.json`."""
     specs = [find_task(name) for name in request.tasks]  # wrong names are found before a model is loaded
     tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
-    opening = {"limit": request.limit, "thinking": request.thinking, "chat": request.chat, "unsafe": request.unsafe}
+    opening = {"limit": request.limit, "rendering": request.rendering, "chat": request.chat, "unsafe": request.unsafe}
     data = request.data or {}
     tasks = [
         _as_asked(load_task(spec, tokenizer, data=data.get(name), **opening), request)
@@ -148,8 +149,9 @@ def _student(request: Request, tokenizer: Any, tasks: Sequence[Task]) -> tuple[S
 
 
 def _about(request: Request) -> dict[str, Any]:
-    recorded = ("temperature", "top_p", "top_k", "max_tokens", "seed", "thinking", "chat", "dtype")
+    recorded = ("temperature", "top_p", "top_k", "max_tokens", "seed", "chat", "dtype")
     settings = {name: getattr(request, name) for name in recorded} | {"engine": request.engine.name}
+    settings |= request.rendering.outcome()
     if options := outcome_settings(request.engine.settings):
         settings["engine_options"] = options
     weights = weights_fingerprint(request.model)

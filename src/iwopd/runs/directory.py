@@ -4,6 +4,7 @@
     config.toml       the resolved settings
     metrics.jsonl     one object per step
     evals.jsonl       one object per evaluation
+    prompts.json      how prompts are rendered, and three of them
     rollouts.jsonl    a few rollouts of each evaluation, token by token
     owner.lock        while a process writes here: which one (`owner`)
     checkpoints/      see `train.checkpoint`
@@ -29,6 +30,8 @@ from iwopd.runs.logs import RunError, listed, read_log, set_aside, sound_metrics
 from iwopd.runs.owner import Ownership, owned, refuse_owned
 from iwopd.runs.reading import FORMAT, Run
 
+LONG = 300
+"""Letters of a changed setting that are shown."""
 LOGS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "metrics.jsonl": sound_metrics,
     "evals.jsonl": sound_evaluation,
@@ -98,7 +101,7 @@ class RunDirectory:
         changed = differences(old, config, "place")
         if "progress" not in old.method.made.needs:  # else its weights depend on how long the run is
             changed.pop("steps", None)
-        changes = [f"{name}: {before!r} -> {after!r}" for name, (before, after) in changed.items()]
+        changes = [f"{name}: {_shown(before, after)}" for name, (before, after) in changed.items()]
         if about.get("data") != data:
             changes.append(f"training prompts: fingerprint {about.get('data')} -> {data}")
         if changes and not allow_changes:
@@ -158,6 +161,17 @@ class RunDirectory:
 
 
 _REMEDY = "make room, or give yourself write access, and try again"
+
+
+def _shown(before: Any, after: Any) -> str:
+    """Two values of a setting; of long texts (a chat template) the place where they part."""
+    words = [repr(before), repr(after)]
+    if max(map(len, words)) > LONG and isinstance(before, str) and isinstance(after, str):
+        pairs = enumerate(zip(before, after, strict=False))
+        place = next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
+        words = [f"{text[max(0, place - 20) : place + 40]!r} ({len(text):,} letters)" for text in (before, after)]
+        return f"another text from letter {place + 1:,} on: {words[0]} -> {words[1]}"
+    return " -> ".join(word if len(word) <= LONG else f"{word[:LONG]}... ({len(word):,} letters)" for word in words)
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from iwopd.tiny.world import (
     max_response_tokens,
     open_world,
     planned_world,
+    right_solution,
     world_recipe,
 )
 
@@ -38,5 +39,6 @@ __all__ = [
     "max_response_tokens",
     "open_world",
     "planned_world",
+    "right_solution",
     "world_recipe",
 ]

@@ -76,6 +76,11 @@ class World:
         return task.check(prompt.text, response_text)
 
 
+def right_solution(prompt: Prompt) -> str:
+    """The solution of one of a world's prompts by the order of operations: what its checker calls right."""
+    return task.right_solution(str(prompt.metadata["expression"]))
+
+
 def max_response_tokens(operands: int) -> int:
     """Enough for every solution and a few stray tokens; a longer answer is a broken one."""
     return task.response_tokens(operands) + 16

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,26 +16,29 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
 
 from iwopd import tiny
-from iwopd.adapters import adapter_off
-from iwopd.algo.objectives import Objective
+from iwopd.algo.objectives import OF_OTHERS, Objective, needs_distributions
 from iwopd.algo.views import Wanted
 from iwopd.config import Config, ConfigError
-from iwopd.data.chat import Chat
 from iwopd.data.prompts import DataError, MixedOrder, PromptOrder, load_prompts
 from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
 from iwopd.eval.catalog import find_task, load_task
 from iwopd.eval.task import Task, one_by_one
-from iwopd.lm import HeadCheck, ResponseModel, Sequences
+from iwopd.lm import Context, HeadCheck, ResponseModel, Sequences
 from iwopd.models import ModelSource, load_tokenizer, stop_ids
 from iwopd.rollout.engine import ENGINES, Engine, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rope import fix_rope
+from iwopd.teacher.cached import CachedScorer
 from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.offload import OffloadedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.attention import flash_refuses
+from iwopd.train.authors import DataAuthor, build_author
+from iwopd.train.average import Average
+from iwopd.train.chats import check_chats, eval_rendering, student_chat
 from iwopd.train.horizon import check_following, horizon_refuses
-from iwopd.train.kept_states import KEPT_STATES, followed_for, keeps_states
+from iwopd.train.kept_states import KEPT_STATES, followed_for, keeps_others_states, keeps_states
 from iwopd.train.learner import Learner
 from iwopd.train.loading import (
     check_trainable,
@@ -44,12 +47,17 @@ from iwopd.train.loading import (
     load_teacher,
     open_world,
     reference_source,
+    reference_weights,
     source_of,
 )
 from iwopd.train.micro_batch import Distributions
+from iwopd.train.mix import Others, mix_needs_states, mixed_loss
+from iwopd.train.own_weights import own_weights
 from iwopd.train.ranks import Ranks, launched
 from iwopd.train.reward import Rewards, reward_refuses
+from iwopd.train.teacher_cache import caches_of
 from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
+from iwopd.train.thinking import ThinkingTokens
 from iwopd.train.tokenizers import TEACHER, Foreign, foreign_refuses, foreign_tokenizers, token_ratio
 from iwopd.types import Prompt
 from iwopd.vocabulary import check_vocabulary
@@ -94,6 +102,14 @@ class Parts:
     """The same of a teacher that follows answers: which ids the student finds likeliest is not known yet."""
     rewards: Rewards | None = None
     """Who judges the rollouts; None: nobody."""
+    others: Others | None = None
+    """Who answers some of the prompts instead of the student; None: nobody."""
+    thinking: ThinkingTokens | None = None
+    """Finds the thinking blocks of rollouts; None: nobody asks."""
+    offloaded: Sequence[OffloadedScorer] = ()
+    """Local teachers that leave the accelerator when they have scored."""
+    caches: Sequence[CachedScorer] = ()
+    """Teachers whose scores are kept on disk."""
 
     def __enter__(self) -> Parts:
         return self
@@ -101,10 +117,27 @@ class Parts:
     def __exit__(self, *_: object) -> None:
         self.engine.close()
 
+    @property
+    def needs_output_matrix(self) -> str | None:
+        """Why log-probs of the written tokens are not enough for the loss; None if they are."""
+        mix = self.others and self.others.settings
+        of_mix = f"rollout.mix.objective = {mix.objective!r}" if mix and needs_distributions(OF_OTHERS[mix.objective]) else None
+        return self.objective.needs_output_matrix or of_mix
+
+    def data_fingerprint(self) -> str:
+        """Shows whether a resumed run has the same data."""
+        return self.order.fingerprint() + (self.others.fingerprint if self.others else "")
+
     def before_writing(self) -> None:
         """Called by all ranks before they write. An engine elsewhere has one copy of the weights for all: it gets them here."""
+        self.rest_teachers()
         if self.engine.weights == "elsewhere":
             self.ranks.together(self.engine.update_weights)
+
+    def rest_teachers(self) -> None:
+        """Called when the teachers have scored: those that are offloaded make room for the student."""
+        for teacher in self.offloaded:
+            teacher.leave()
 
 
 def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener | None = None) -> Parts:
@@ -133,19 +166,35 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     longest = max([config.data.max_prompt_tokens + max_tokens, *in_tasks])
     ranks = Ranks()
 
-    def scorer(model: Any, ids: int = vocab_size, length: int = longest, **options: Any) -> LocalScorer:
+    def scorer(model: Any, autocast: Context = nullcontext, *, ids: int = vocab_size, length: int = longest) -> LocalScorer:
         fix_rope(model, length)
         shared: dict[str, Any] = {"temperature": config.rollout.temperature, "head_precision": config.head_products}
-        return LocalScorer(model, vocab_size=ids, **shared, **options)
+        return LocalScorer(model, vocab_size=ids, autocast=autocast, **shared)
+
+    average = Average(student, config.ema.decay, config.ema.device) if config.keeps_average else None
+
+    def of_student(weights: str) -> LocalScorer:
+        return scorer(*own_weights(weights, student, average, accelerator))
+
+    offloaded: list[OffloadedScorer] = []
 
     def local_teacher(source: str | None, own: Any) -> LocalScorer:
         """`own`: the tokenizer whose ids it reads."""
+        if source is None and config.teacher.is_student:
+            return of_student(config.teacher.source)
         model = teacher if source is None else _other_teacher(config, source, own, accelerator.device)
-        return scorer(model, len(own), longest if own is tokenizer else math.ceil(longest * token_ratio(own, order.prompts)))
+        length = longest if own is tokenizer else math.ceil(longest * token_ratio(own, order.prompts))
+        found = scorer(model, ids=len(own), length=length)
+        if not config.models.teacher_offload:
+            return found
+        offloaded.append(OffloadedScorer.of(found))
+        return offloaded[-1]
 
-    student_scorer = scorer(student, autocast=accelerator.autocast)
+    student_scorer = of_student("live")
     teacher_scorer = build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher, foreign)
-    reference_scorer = _reference_scorer(config, world, tokenizer, student, scorer, accelerator)
+    if any(not one.moves for one in offloaded):
+        notify("models.teacher_offload does nothing here: the teacher is on the CPU already")
+    reference_scorer = _reference_scorer(config, world, tokenizer, of_student, scorer, accelerator)
     scorers = {"student": student_scorer, "teacher": teacher_scorer, "reference": reference_scorer}
     heads = check_heads(scorers, order.prompts)
     check_following(config, teacher_scorer, order.prompts)
@@ -153,15 +202,22 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     whole = _whole_distributions(config, teacher_scorer)
     most_tokens = config.rollout.prompts_per_step * config.rollout.samples * max_tokens
     most = most_tokens * (whole.state_bytes if whole else 0)
-    most_states = most_tokens * 4 * (teacher.config.get_text_config().hidden_size if teacher is not None else 0)
+    here = student if config.teacher.is_student else teacher
+    most_states = most_tokens * 4 * (here.config.get_text_config().hidden_size if here is not None else 0)
     again = whole is not None and whole.model is not None
     states = keeps_states(objective, again=again, most=most, ranks=ranks.count)
     wanted = replace(objective.asks.teacher, states=states)
-    learner = Learner(student_scorer.lm, config.optim, objective, ranks, whole)
+    learner = Learner(student_scorer.lm, config.optim, objective, ranks, whole, mixed_loss(config), average)
     check_training_mode(student_scorer.lm, order.prompts)
+    stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
+    others = None
+    if config.rollout.mix.active:
+        author = build_author(config, student_chat(config, tokenizer), order.prompts, stops, max_tokens, teacher_scorer, ranks)
+        kept = keeps_others_states(objective, own=states, again=again, most=most, ranks=ranks.count)
+        of_data = author.fingerprint(order.prompts) if isinstance(author, DataAuthor) else ""
+        others = Others(config.rollout.mix, config.seed, author, mix_needs_states(config) and kept, of_data)
     # Last, because it may start processes: whatever fails before leaves nothing open.
     engine = _open_engine(config, student, tokenizer, longest, ranks)
-    stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
 
     def sampler(limit: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
         return engine.sampler(SamplingSettings(limit, temperature, top_p, top_k, stops))
@@ -187,6 +243,10 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
             teacher_wanted=wanted,
             followed=followed_for(wanted, keeps=teacher_scorer.whole_distribution is not None and most_states <= KEPT_STATES),
             rewards=rewards,
+            others=others,
+            thinking=ThinkingTokens.of(config, tokenizer),
+            offloaded=offloaded,
+            caches=caches_of(teacher_scorer),
         )
     except BaseException:
         engine.close()
@@ -194,15 +254,21 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
 
 
 def _whole_distributions(config: Config, teacher: Scorer) -> Distributions | None:
-    """The teacher's output matrix, if the method needs whole distributions; refuses one whose logits are not its matrix's."""
-    if not config.method.made.asks.teacher.states:
+    """The teacher's output matrix, if the loss needs whole distributions; refuses one whose logits are not its matrix's."""
+    if not (config.method.made.asks.teacher.states or mix_needs_states(config)):
         return None
     if "states" not in teacher.gives:
+        method, mix = config.method.made, config.rollout.mix
+        who, remedy = f"the method ({method.who})", "objective 'policy-gradient' with advantage 'opd'"
+        if not method.asks.teacher.states:
+            who, remedy = f"rollout.mix.objective = {mix.objective!r}", "rollout.mix.objective = 'likelihood'"
         raise ConfigError(
-            f"the method ({config.method.made.who}) needs the teacher's output matrix, but its logits are not those of the "
-            "matrix (a soft cap or a scale): choose another teacher, or objective 'policy-gradient' with advantage 'opd'"
+            f"{who} needs the teacher's output matrix, but its logits are not those of the matrix (a soft cap or a scale): "
+            f"choose another teacher, or {remedy}"
         )
-    return Distributions(teacher.output_matrix(), teacher.whole_distribution)
+    if not (config.method.made.needs_teacher_distribution or mix_needs_states(config)):
+        return None  # states are asked for, but not by the loss
+    return Distributions(teacher.output_matrix(), teacher.whole_distribution if config.teacher_stays else None)
 
 
 def check_support(config: Config, vocabulary: int) -> None:
@@ -271,19 +337,19 @@ def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ran
 
 
 def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any, Foreign]:
-    """Tokenizer, student and teacher (None where a server has it), and the tokenizers of teachers that differ."""
+    """Tokenizer, student, teacher (None where a server has it, or the student is its own), and tokenizers that differ."""
     student_source, teacher_source = source_of(config, "student", world), source_of(config, "teacher", world)
     assert student_source is not None  # the config was validated
-    assert teacher_source is not None
     trust = config.models.trust_remote_code
     tokenizer = world.tokenizer if world is not None else load_tokenizer(student_source, trust_remote_code=trust)
     check_support(config, len(tokenizer))
+    check_chats(config, tokenizer)
     foreign = foreign_tokenizers(config, tokenizer, teacher_source)
     for refused in foreign_refuses(config, foreign):
         raise ConfigError(f"{refused.message}: {refused.remedy}")
     student = load_student(config, student_source, device)
     check_vocabulary("student", student, tokenizer)
-    if config.teacher.urls:
+    if config.teacher.urls or teacher_source is None:
         return tokenizer, student, None, foreign
     teacher = load_teacher(config, teacher_source, device)
     check_vocabulary("teacher", teacher, foreign.get(TEACHER, tokenizer))
@@ -301,28 +367,22 @@ def _reference_scorer(
     config: Config,
     world: tiny.World | None,
     tokenizer: Any,
-    student: Any,
-    scorer: Callable[..., LocalScorer],
+    of_student: Callable[[str], LocalScorer],
+    scorer: Callable[[Any, Context], LocalScorer],
     accelerator: Accelerator,
 ) -> Scorer | None:
-    """Scores under the reference, where the method needs one: a model of its own, or the student without its adapter.
+    """Scores under the reference, where the method needs one: a model of its own, or weights of the student.
 
     It runs in the student's precision, so that a student that has not moved has the reference's log-probs.
     """
-    if not config.method.made.needs_reference:
+    weights, source = reference_weights(config, world), reference_source(config, world)
+    if weights is None:
         return None
-    source = reference_source(config, world)
     if source is None:
-
-        @contextmanager
-        def before_training() -> Iterator[None]:
-            with accelerator.autocast(), adapter_off(student):
-                yield
-
-        return scorer(student, autocast=before_training)
+        return of_student(weights)
     model = load_reference(config, source, accelerator.device)
     check_vocabulary("reference", model, tokenizer)
-    return scorer(model, autocast=accelerator.autocast)
+    return scorer(model, accelerator.autocast)
 
 
 def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> PromptOrder | MixedOrder:
@@ -342,13 +402,15 @@ def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notif
 
 def training_sets(config: Config, tokenizer: Any) -> list[LoadedPrompts]:
     """The file of `data.prompts`, or every set of `data.sets`, read and rendered."""
-    most, chat = config.data.max_prompt_tokens, Chat(tokenizer)
+    most, chat = config.data.max_prompt_tokens, student_chat(config, tokenizer)
     if not config.data.sets:
         return [load_prompts(Path(str(config.data.prompts)), chat, most)]
     chosen = [prompt_set(**item.model_dump(exclude_none=True, exclude={"weight"})) for item in config.data.sets]
     names = [item.name for item in chosen]
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"two sets of data.sets are called {twice[0]!r}: give one of them another name")
+    if (field := config.rollout.mix.field) is not None:  # parquet files are read column by column
+        chosen = [replace(item, keep_fields=[*item.keep_fields, field]) for item in chosen]
     return [load_set(item, chat, most) for item in chosen]
 
 
@@ -364,7 +426,8 @@ def load_tasks(config: Config, world: tiny.World | None, tokenizer: Any, max_tok
         tasks = [Task("tiny", world.eval_prompts(settings.prompts), one_by_one(world.check))]
     else:
         files = {name: Path(path) for name, path in settings.data.items()}
-        tasks = [load_task(find_task(name), tokenizer, data=files.get(name), limit=settings.prompts) for name in settings.tasks]
+        how: dict[str, Any] = {"limit": settings.prompts, "rendering": eval_rendering(config)}
+        tasks = [load_task(find_task(name), tokenizer, data=files.get(name), **how) for name in settings.tasks]
     names = [task.name for task in tasks]
     if config.checkpoint.best is not None and config.checkpoint.best not in names:
         raise ConfigError(f"checkpoint.best is {config.checkpoint.best!r}, but the evaluated tasks are {names}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from iwopd.config import Config
+from iwopd.train.teachers import has_local_teacher
 
 
 class Refused(NamedTuple):
@@ -23,7 +24,6 @@ def flash_refuses(config: Config) -> Iterator[Refused]:
     words = f"but models.attention = {attention!r} computes in half precision only"
     if models.dtype == "float32" and config.precision == "no" and config.lora.quantize == "none":
         yield Refused(f"the student runs in float32, {words}", "set precision = 'bf16', or models.attention = 'sdpa'")
-    local = not config.teacher.urls or any(other.model is not None for other in config.teacher.others.values())
-    if local and (models.teacher_dtype or models.dtype) == "float32":
+    if has_local_teacher(config) and (models.teacher_dtype or models.dtype) == "float32":
         remedy = "set models.teacher_dtype = 'bfloat16', or models.attention = 'sdpa'"
         yield Refused(f"the teacher is loaded in float32 (precision is the student's), {words}", remedy)

@@ -12,6 +12,7 @@ import tomli_w
 
 import iwopd
 from iwopd.config import Config, without
+from iwopd.config.own_teacher import WORDS
 from iwopd.methods import method_title
 from iwopd.models import ModelSource
 from iwopd.runs.directory import RunDirectory
@@ -58,13 +59,16 @@ def _origin(config: Config, run: RunDirectory) -> str:
         "seed": config.seed,
     }
     if config.method.made.needs_reference:
-        rows["reference"] = _model_name(config, "reference") if config.models.reference else "the student before training"
+        initial = WORDS.get(config.reference.source, "the student before training")
+        rows["reference"] = _model_name(config, "reference") if config.models.reference else initial
     return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows.items())])
 
 
 def _model_name(config: Config, name: str) -> str:
     """A hub id with its revision; a local folder by its last name, which is what others may know it by."""
     models = config.models
+    if name == "teacher" and config.teacher.is_student:
+        return f"{WORDS[config.teacher.source]} (teacher.source = {config.teacher.source!r})"
     if models.world is not None and name != "reference":
         size = getattr(models, f"{name}_size") or "default"
         return f"{name} of the embedded world {models.world} (size {size}, lineage {models.lineage})"

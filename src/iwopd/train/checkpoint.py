@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.optim import Optimizer
 
 from iwopd.filesystem import alive, first_free, locked, make_directory, read_json, remove, sync, write_atomic
+from iwopd.train.average import Average
 from iwopd.train.checkpoint_files import Checkpoint, damage, read_checkpoint, refuse_strangers, seal, write_weights
 from iwopd.train.checkpoint_optimizer import OptimizerState
 from iwopd.train.checkpoint_state import CheckpointError, model_bytes, write_model, write_rng
@@ -69,6 +70,7 @@ class CheckpointStore:
         optimizer: Optimizer | OptimizerState,
         state: Mapping[str, JSON],
         card: str | None = None,
+        average: Average | None = None,
     ) -> Path:
         """Write the checkpoint of `step`, synced to disk, and return its folder; `card` is the README.md next to the weights.
 
@@ -85,9 +87,11 @@ class CheckpointStore:
             write_rng(draft)  # first: nothing after it may draw a random number that the resumed run would not
             write_model(draft / "model", model, tokenizer, card)
             held.write(draft)
+            if average is not None:
+                average.write(draft)
             seal(draft, step, plain_state)
 
-        return self._write(step, write, needed=model_bytes(model) + held.nbytes)
+        return self._write(step, write, needed=model_bytes(model) + held.nbytes + (average.nbytes if average else 0))
 
     def adopt(self, step: int, model: Path, state: Mapping[str, JSON]) -> Path:
         """Make a `from_pretrained` folder of another engine the checkpoint of `step`, as safely as `save` writes one."""

@@ -2,6 +2,7 @@
 
     model/                    what save_pretrained writes: weights, config, tokenizer (or the adapter alone); README.md
     optimizer.safetensors     optimizer.json (with float32 copies of weights in half precision)
+    average.safetensors       the moving average of the weights, where a run keeps one (`average`)
     rng.safetensors           rng.json   state.json
     manifest.json             size and SHA-256 of every file above
 
@@ -24,6 +25,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from iwopd.filesystem import read_json, sha256, sync
+from iwopd.train.average import TENSORS as AVERAGE
+from iwopd.train.average import Average
 from iwopd.train.checkpoint_optimizer import TENSORS, VALUES, Masters, load_optimizer
 from iwopd.train.checkpoint_state import CheckpointError, load_weights, restore_rng
 
@@ -54,6 +57,13 @@ class Checkpoint:
     def load_optimizer(self, optimizer: Optimizer, masters: Masters | None = None) -> None:
         """`masters` are float32 copies of weights in half precision, which get their values, too."""
         load_optimizer(self.path, optimizer, masters)
+
+    def load_average(self, average: Average) -> bool:
+        """Whether it has one: a run that was continued with other settings may not have kept any yet."""
+        if not (self.path / AVERAGE).exists():
+            return False
+        average.load(self.path)
+        return True
 
     def restore_rng(self) -> None:
         restore_rng(self.path)

@@ -44,7 +44,7 @@ def horizon_refuses(config: Config) -> Iterator[Refused]:
 def stops_at_once(config: Config, stats: StepStats) -> str | None:
     """What to say of a step in which nearly every answer stopped at its first look."""
     horizon, found = config.rollout.horizon.made, stats.metrics
-    if not isinstance(horizon, Drift) or found["rollout/stopped"] < MOST_STOPPED:
+    if not isinstance(horizon, Drift) or not found["rollout/stopped"] >= MOST_STOPPED:
         return None
     if found["rollout/length_mean"] > SHORT * horizon.next_look(0):
         return None

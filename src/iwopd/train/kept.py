@@ -20,6 +20,7 @@ from iwopd.runs.logs import RunError
 from iwopd.train.assembly import Parts
 from iwopd.train.micro_batch import STATES
 from iwopd.train.scoring import chosen_ids, evidence_of, pair_kl, scored_rollouts, training_progress
+from iwopd.train.thinking import thinking_mask
 from iwopd.types import TokenBatch
 
 
@@ -42,7 +43,10 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
         replace(one, more={**one.more, "correct": torch.full_like(one.old_logprobs, float(right[place]))}, teacher_states=None)
         for one, place in zip(scored_rollouts(parts, rollouts, student, teacher, reference), places, strict=True)
     ]
-    signal = parts.objective.signal(evidence_of(TokenBatch.collate(scored), progress=training_progress(step, config.steps)))
+    thinking = None if parts.thinking is None else [parts.thinking.mask(rollout) for rollout in rollouts]
+    teaching = thinking_mask(config, thinking)
+    evidence = evidence_of(TokenBatch.collate(scored), mask=teaching, progress=training_progress(step, config.steps))
+    signal = parts.objective.signal(evidence)
     matrices = [parts.student_scorer.output_matrix(), parts.teacher_scorer.output_matrix()] if both else []
     divergence = [pair_kl(a, matrices[0], b, matrices[1]) for a, b in zip(student, teacher, strict=True)] if both else None
     for row, (place, rollout) in enumerate(zip(places, rollouts, strict=True)):

@@ -19,6 +19,13 @@ def keeps_states(objective: Objective, *, again: bool, most: float, ranks: int) 
     return needed_now or (ranks == 1 and most <= KEPT_STATES)
 
 
+def keeps_others_states(objective: Objective, *, own: bool, again: bool, most: float, ranks: int) -> bool:
+    """The same of answers that others wrote, where their objective needs it: as the student's (`own`), if its objective needs
+    its own.
+    """
+    return own if objective.needs_teacher_distribution else not again or (ranks == 1 and most <= KEPT_STATES)
+
+
 def followed_for(wanted: Wanted, *, keeps: bool) -> Wanted:
     """What a teacher that follows answers is asked for. Ids that are chosen later are scored from its states, if it `keeps`
     them; else it reads the answers again.
@@ -28,9 +35,12 @@ def followed_for(wanted: Wanted, *, keeps: bool) -> Wanted:
     return Wanted(states=True) if keeps else NOTHING
 
 
-def kept_bytes(objective: Objective, *, tokens: int, state: int, ranks: int = 1) -> float:
-    """Bytes that a step of so many tokens keeps in main memory beside log-probs; `state`: of one hidden state."""
+def kept_bytes(objective: Objective, *, tokens: int, state: int, ranks: int = 1, again: bool = True) -> float:
+    """Bytes that a step of so many tokens keeps in main memory beside log-probs; `state`: of one hidden state.
+
+    `again`: the teacher could compute its states again (`keeps_states`).
+    """
     support = objective.compared_ids
     ids = 0 if support is None else support.k * (2 if support.of == "union" else 1)
-    states = state if keeps_states(objective, again=True, most=tokens * state, ranks=ranks) else 0
+    states = state if keeps_states(objective, again=again, most=tokens * state, ranks=ranks) else 0
     return float(tokens * (COPIES * ids * (8 + 4) + 2 * states))

@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from iwopd.algo.objectives import LossStats, Objective
+from iwopd.algo.objectives import LossStats, Objective, TokenLoss
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.config import Optim
 from iwopd.devices import upload
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.modes import switch_off_dropout
+from iwopd.train.average import Average
 from iwopd.train.checkpoint_optimizer import OptimizerState
 from iwopd.train.micro_batch import Columns, Distributions, MicroBatchLoss, no_tokens
 from iwopd.train.ranks import Ranks
@@ -72,15 +73,19 @@ class Learner:
         objective: Objective,
         ranks: Ranks,
         teacher: Distributions | None = None,
+        loss: TokenLoss | None = None,
+        average: Average | None = None,
     ) -> None:
-        """`teacher` is there for objectives that need its whole distributions."""
+        """`teacher` is there for objectives that need its whole distributions; `loss` is executed, if not the objective's;
+        `average` follows the weights.
+        """
         switch_off_dropout(lm.model)
         self.weights = ShardedWeights(lm, ranks) if optim.shard and ranks.count > 1 else Weights(lm, ranks)
         self.lm = self.weights.lm
         if optim.gradient_checkpointing:
             self.lm.model.gradient_checkpointing_enable()
-        self.optim, self.objective, self.ranks = optim, objective, ranks
-        self.loss = MicroBatchLoss(self.lm, objective, teacher)
+        self.optim, self.objective, self.ranks, self.average = optim, objective, ranks, average
+        self.loss = MicroBatchLoss(self.lm, loss or objective, teacher)
         self.weights.adopt(self.loss)
         self.optimizer = torch.optim.AdamW(
             self.weights.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
@@ -166,6 +171,8 @@ class Learner:
         if finite:
             self.optimizer.step()
             self.weights.stepped()
+            if self.average is not None:
+                self.average.follow(self.weights.current())
         self.optimizer.zero_grad(set_to_none=True)
         return _OptimizerStep(loss, norm, waste, stats, finite)
 
@@ -193,7 +200,7 @@ class Learner:
         return sum(value for value, _ in everyone), stats, self.lm.padding_waste(totals, groups)
 
     def _merged(self, parts: list[LossStats]) -> LossStats:
-        return type(parts[0]).merge(parts) if parts else self.objective.no_stats()
+        return type(parts[0]).merge(parts) if parts else self.loss.objective.no_stats()
 
 
 def _micro_batch(batch: TokenBatch, columns: Columns, rows: Sequence[int]) -> tuple[Sequences, Columns]:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from iwopd import tiny
-from iwopd.adapters import add_adapter, quantization
+from iwopd.adapters import add_adapter
 from iwopd.config import Config, ConfigError
+from iwopd.config.own_teacher import ReferenceWeights
 from iwopd.models import ModelSource, load_model
+from iwopd.quantization import quantization
 
 
 def open_world(config: Config, progress: tiny.PretrainingListener | None) -> tiny.World | None:
@@ -41,7 +43,11 @@ def world_recipe(config: Config) -> tiny.WorldRecipe | None:
 
 
 def source_of(config: Config, name: str, world: tiny.World | None = None) -> ModelSource | None:
-    """Where `student`, `teacher` or `reference` comes from; None for a reference that nobody named."""
+    """Where `student`, `teacher` or `reference` comes from; None for a reference that nobody named, and for a teacher that is
+    the student itself.
+    """
+    if name == "teacher" and config.teacher.is_student:
+        return None
     if world is not None and name != "reference":
         return ModelSource(str(getattr(world, name)))
     path = getattr(config.models, name)
@@ -55,13 +61,20 @@ def source_of(config: Config, name: str, world: tiny.World | None = None) -> Mod
 
 
 def reference_source(config: Config, world: tiny.World | None = None) -> ModelSource | None:
-    """Where the reference comes from; None if it is the student with its adapter switched off, or none is needed."""
+    """Where the reference comes from; None if it is the student itself (`reference_weights`), or none is needed."""
+    if reference_weights(config, world) != "model":
+        return None
+    return source_of(config, "reference", world) or source_of(config, "student", world)
+
+
+def reference_weights(config: Config, world: tiny.World | None = None) -> ReferenceWeights | None:
+    """Whose weights the reference has; None if none is needed. The student's initial ones are those under its adapter."""
     if not config.method.made.needs_reference:
         return None
+    if config.reference.source != "model":
+        return config.reference.source
     named, student = source_of(config, "reference", world), source_of(config, "student", world)
-    if config.lora.rank and named in (None, student):
-        return None
-    return named or student
+    return "base" if config.lora.rank and named in (None, student) else "model"
 
 
 def check_trainable(config: Config) -> None:
@@ -75,7 +88,7 @@ def check_trainable(config: Config) -> None:
 
 def load_student(config: Config, source: ModelSource, device: torch.device) -> Any:
     """The student, with its adapter if it gets one."""
-    model = _load(config, source, device, config.models.dtype, quantization(config.lora.quantize))
+    model = _load(config, source, device, config.models.dtype, quantization(config.lora.quantize, "lora.quantize"))
     if config.lora.rank:
         add_adapter(model, config.lora.rank, config.lora.alpha, config.lora.targets)
         model.peft_config["default"].revision = source.revision
@@ -84,7 +97,8 @@ def load_student(config: Config, source: ModelSource, device: torch.device) -> A
 
 def load_teacher(config: Config, source: ModelSource, device: torch.device) -> Any:
     models = config.models
-    return _load(config, source, models.teacher_device or device, models.teacher_dtype or models.dtype).eval()
+    quantized = quantization(models.teacher_quantize, "models.teacher_quantize")
+    return _load(config, source, models.teacher_device or device, models.teacher_dtype or models.dtype, quantized).eval()
 
 
 def load_reference(config: Config, source: ModelSource, device: torch.device) -> Any:

@@ -11,13 +11,17 @@ from iwopd.train.assembly import Parts
 from iwopd.train.card import model_card
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.evaluation import evaluate_tasks, is_due, keep_best
+from iwopd.train.given import Given
 from iwopd.train.horizon import stops_at_once
 from iwopd.train.interrupts import interrupts
 from iwopd.train.kept import dump_skipped
-from iwopd.train.metrics import Clock, step_metrics
+from iwopd.train.metrics import Clock, metrics_without_rollouts, step_metrics
 from iwopd.train.mismatch import check_engine, mismatch_metrics
+from iwopd.train.mix import mix_metrics
+from iwopd.train.pipeline import look
 from iwopd.train.scoring import loss_columns, score_step, write_rollouts
 from iwopd.train.state import TrainingState, TrainingStoppedError
+from iwopd.train.teacher_cache import cache_metrics
 from iwopd.train.tracking import Tracker
 from iwopd.types import StepStats
 
@@ -65,19 +69,45 @@ def take_step(config: Config, parts: Parts, run: RunDirectory, step: int, prompt
     clock, objective = Clock(), parts.objective
     written = write_rollouts(config, parts, step, prompts)
     clock.lap("rollout")
+    if parts.others and not written.rollouts:
+        return _given_step(config, parts, run, step, written.given, clock)
     scored = score_step(config, parts, written, step)
+    parts.rest_teachers()
     mismatch = {} if parts.engine.exact else mismatch_metrics(config, parts, scored.batch, step)
     clock.lap("teacher")
     signal = objective.signal(scored.evidence)
     columns = loss_columns(objective, scored.batch, scored.evidence, signal)
+    batch, weights, others = scored.batch, signal.weights[scored.batch.mask], scored.others
+    if others is not None:
+        batch, columns, weights = others.join(batch), others.columns(columns), others.follow(weights)
     clock.lap("signal")
-    update = parts.learner.update(scored.batch, columns, seed=config.seed, step=step, forward=scored.forward)
+    update = parts.learner.update(batch, columns, seed=config.seed, step=step, forward=scored.forward)
     clock.lap("update")
     if update.skipped and parts.ranks.is_main:
-        dump_skipped(run.path, scored.batch, {**columns, "weights": signal.weights[scored.batch.mask]}, step)
-    metrics = step_metrics(scored, signal, written, update, objective) | mismatch
+        dump_skipped(run.path, batch, {**columns, "weights": weights}, step)
+    metrics = step_metrics(scored, signal, written, update, objective) | mismatch | cache_metrics(parts.caches, parts.ranks)
+    if parts.others:
+        metrics |= mix_metrics(written.given, others, metrics["prompts"], update)
     skipped = update.skipped > 0
     return StepStats(step, update.loss, update.grad_norm, update.tokens, len(written.rollouts), skipped, clock.laps, metrics)
+
+
+def _given_step(config: Config, parts: Parts, run: RunDirectory, step: int, given: Given, clock: Clock) -> StepStats:
+    """A step all of whose answers are others': supervised fine-tuning."""
+    assert parts.others is not None
+    forward = parts.learner.forward(given.rollouts)
+    old = look(parts.student_scorer, parts.ranks, given.rollouts) if forward is None else forward.scores
+    others = parts.others.score(given, old, parts.teacher_scorer, parts.ranks)
+    assert others is not None
+    parts.rest_teachers()
+    clock.lap("teacher")
+    batch, columns = others.join(None), others.columns({})
+    update = parts.learner.update(batch, columns, seed=config.seed, step=step, forward=forward)
+    clock.lap("update")
+    if update.skipped and parts.ranks.is_main:
+        dump_skipped(run.path, batch, columns, step)
+    metrics = metrics_without_rollouts(update) | mix_metrics(given, others, 0, update)
+    return StepStats(step, update.loss, update.grad_norm, update.tokens, 0, update.skipped > 0, clock.laps, metrics)
 
 
 def save(config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore, state: TrainingState) -> None:
@@ -91,6 +121,7 @@ def save(config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore
             optimizer=optimizer,
             state=asdict(state),
             card=model_card(config, run, state.step),
+            average=parts.learner.average,
         )
         keep_best(store, state.best_step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -46,17 +47,27 @@ def step_metrics(
         "rollout/truncated": sum(rollout.stop_reason == "length" for rollout in rollouts) / len(rollouts),
         "rollout/stopped": sum(rollout.stop_reason == "horizon" for rollout in rollouts) / len(rollouts),
         **({} if written.overrun is None else {"rollout/overrun": written.overrun}),
+        **({} if scored.thinking is None else {"rollout/thinking": scored.thinking}),
         "rollout/entropy_sampled": -mean(scored.evidence.old_logprobs[signal.mask]),
         "teacher/floored": scored.floored,
-        "update/padding_waste": update.padding_waste,
-        "update/count": update.updates,
-        "update/skipped": update.skipped,
+        **_update_metrics(update),
         **{f"{objective.metrics}/{name}": value for name, value in update.stats.as_dict().items()},
         **signal_metrics(signal.of_spans or signal),
         **span_metrics(scored),
         **evidence_metrics(scored.evidence, signal.mask, objective),
         **(scored.rewards.metrics(signal if objective.takes_reward else None) if scored.rewards else {}),
     }
+
+
+def metrics_without_rollouts(update: Update) -> dict[str, Any]:
+    """The same of a step in which the student wrote nothing: there is no mean of nothing."""
+    of_rollouts = [f"rollout/{name}" for name in ("length_mean", "truncated", "stopped", "entropy_sampled")]
+    means = [*of_rollouts, "kl/sampled", "gap/abs_mean", "weights/mean", "weights/min", "weights/max"]
+    return {"tokens_written": 0, "prompts": 0, **dict.fromkeys(means, math.nan), **_update_metrics(update)}
+
+
+def _update_metrics(update: Update) -> dict[str, float]:
+    return {"update/padding_waste": update.padding_waste, "update/count": update.updates, "update/skipped": update.skipped}
 
 
 def signal_metrics(signal: TrainingSignal) -> dict[str, Any]:

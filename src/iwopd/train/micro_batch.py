@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from iwopd import algo
-from iwopd.algo.objectives import LossStats, Objective, ObjectiveLoss, TokenStates
+from iwopd.algo.objectives import LossStats, Mixture, ObjectiveLoss, TokenLoss, TokenStates
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.modes import eval_mode
 from iwopd.teacher.local import LocalScorer
@@ -59,7 +59,7 @@ class Distributions:
 class MicroBatchLoss(nn.Module):
     """Executes an objective and does not know which."""
 
-    def __init__(self, lm: ResponseModel, objective: Objective, teacher: Distributions | None = None) -> None:
+    def __init__(self, lm: ResponseModel, objective: TokenLoss, teacher: Distributions | None = None) -> None:
         """`teacher` is there for objectives that need its whole distributions."""
         super().__init__()
         self.model = lm.model  # a part of this module; the teacher is none
@@ -76,7 +76,7 @@ class MicroBatchLoss(nn.Module):
         kept = columns.get(STATES)
         columns = {name: values for name, values in columns.items() if name != STATES}
         compute = (
-            self._from_states(sequences, denominator, hidden, kept)
+            self._from_states(sequences, denominator, hidden, self._teacher_states(sequences, columns, kept))
             if self.lm.fused
             else self._from_logprobs(sequences, denominator)
         )
@@ -86,13 +86,24 @@ class MicroBatchLoss(nn.Module):
             return compute(no_tokens(columns)).loss, None
         return out.loss, out.stats
 
+    def _teacher_states(self, sequences: Sequences, columns: Columns, kept: Tensor | None) -> TokenStates | None:
+        """Of all tokens, or of those whose objective needs them."""
+        if self.teacher is None:
+            return None
+        taught = self.objective.taught(columns) if isinstance(self.objective, Mixture) else None
+        if taught is None or taught.all():
+            return self.teacher.states(sequences, kept)
+        if not taught.any():
+            return None
+        device = sequences.response_ids.device
+        return self.teacher.states(sequences.only(taught).to(device), None if kept is None else kept[taught])
+
     def _from_states(
-        self, sequences: Sequences, denominator: int, hidden: Tensor | None, kept: Tensor | None
+        self, sequences: Sequences, denominator: int, hidden: Tensor | None, teacher: TokenStates | None
     ) -> Callable[[Columns], ObjectiveLoss]:
         if hidden is None:
             hidden = self.lm.token_hidden(sequences)
         student = self.lm.token_states(hidden, sequences.response_ids)
-        teacher = None if self.teacher is None else self.teacher.states(sequences, kept)
         return lambda columns: self.objective.loss(student, columns, denominator, teacher)
 
     def _from_logprobs(self, sequences: Sequences, denominator: int) -> Callable[[Columns], ObjectiveLoss]:

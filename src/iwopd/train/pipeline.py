@@ -19,6 +19,7 @@ from iwopd.background import in_background
 from iwopd.rollout.sampler import Sampler
 from iwopd.teacher.scorer import HasModel, Scorer
 from iwopd.train.checking import Checking, Judged
+from iwopd.train.given import NOTHING_GIVEN, Given
 from iwopd.train.ranks import Ranks
 from iwopd.train.watching import Watching
 from iwopd.types import Prompt, Rollout
@@ -89,6 +90,8 @@ class Written:
     """Whose output matrix makes scores of the states that were kept of the answers; None: nobody's."""
     overrun: int | None = None
     """Tokens that were written past the places where answers stopped, and dropped; None: none could stop."""
+    given: Given = NOTHING_GIVEN
+    """What others wrote: not among `rollouts`."""
 
     def teacher_scores(self, rollouts: Sequence[Rollout], chosen: Sequence[Tensor] | None = None) -> list[TokenScores]:
         """Of some of the step's rollouts; `chosen` [T, K] are ids per token that the teacher is asked about.

@@ -17,6 +17,7 @@ from iwopd.algo.objectives import TrainingSignal
 from iwopd.algo.rewards import differing_groups, reward_advantages, spread_over_tokens
 from iwopd.config import Config, ConfigError
 from iwopd.errors import UserError
+from iwopd.eval.answers import answer_text, check_answers
 from iwopd.eval.checkers import PromptChecker, prompt_checker
 from iwopd.eval.workers import usable_cores
 from iwopd.train.attention import Refused
@@ -82,8 +83,8 @@ class Rewards:
         """One rollout's verdict. What was cut off and does not teach is not judged, nor is an answer without its end."""
         if rollout.stop_reason == "horizon" or (rollout.stop_reason == "length" and not self.cut_off_counts):
             return Judged(math.nan)
-        text = str(self.tokenizer.decode(rollout.response_ids, skip_special_tokens=True))  # as in an evaluation
-        verdicts = self.checker.check([rollout.prompt], [text])
+        text = answer_text(self.tokenizer, rollout.response_ids)
+        verdicts = check_answers(self.checker.check, [rollout.prompt], [text])
         if len(verdicts) != 1:
             raise ValueError(f"the checker returned {len(verdicts)} verdicts on one answer")
         if not verdicts[0].judged:

@@ -16,6 +16,7 @@ from iwopd.train.assembly import Parts, assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
 from iwopd.train.doctor import Finding, examine_models, examine_recipe, head_findings, refuse
 from iwopd.train.evaluation import keep_best
+from iwopd.train.examples import keep_examples
 from iwopd.train.loop import save, train
 from iwopd.train.ranks import Ranks, lost_contact
 from iwopd.train.state import TrainingState, TrainingStoppedError
@@ -74,11 +75,12 @@ def _train(
         def open_directory() -> None:
             if parts.ranks.is_main:
                 stack.enter_context(run.owned(messages.append))
-                data = parts.order.fingerprint()
+                data = parts.data_fingerprint()
                 if resume:
                     run.check_resume(config, data, allow_changes=allow_changes)
                 else:
                     run.create(config, data)
+                keep_examples(run.path, config, parts.tokenizer, parts.order.prompts)
 
         parts.ranks.together(open_directory)  # the others wait for it
         store = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep, notify=messages.append)
@@ -140,5 +142,7 @@ def _bring_back(checkpoint: Checkpoint, parts: Parts) -> TrainingState:
     checkpoint.load_model_weights(parts.student)
     learner.weights.follow_student()
     checkpoint.load_optimizer(learner.optimizer, learner.weights.masters)
+    if learner.average is not None and not checkpoint.load_average(learner.average):
+        learner.average.restart(learner.weights.current())
     checkpoint.restore_rng()
     return TrainingState(**checkpoint.state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,11 +16,14 @@ from iwopd.config import Config
 from iwopd.rollout.horizons import Drift
 from iwopd.teacher.scorer import OutputMatrix
 from iwopd.train.assembly import Parts
+from iwopd.train.given import NOTHING_GIVEN
 from iwopd.train.learner import ForwardPass
 from iwopd.train.micro_batch import STATES
+from iwopd.train.mix import ScoredOthers
 from iwopd.train.pipeline import Written, look, write_step
 from iwopd.train.reward import StepRewards
 from iwopd.train.state import TrainingStoppedError
+from iwopd.train.thinking import teaching_mask
 from iwopd.train.watching import Watching
 from iwopd.types import Rollout, ScoredRollout, TokenBatch, number_prompts
 
@@ -38,15 +41,21 @@ class ScoredStep:
     """Teacher log-probs of -inf."""
     rewards: StepRewards | None
     """What the checker said, if there is one; it is part of the evidence."""
+    others: ScoredOthers | None = None
+    """What others wrote: no part of batch and evidence, but of the forward pass, behind the student's rollouts."""
+    thinking: float | None = None
+    """Share of the batch's tokens that are thinking; None: nobody asked."""
 
 
 def write_rollouts(config: Config, parts: Parts, step: int, prompts: int | None = None) -> Written:
     """The rollouts of a step; teacher and checker may be at work on them already. `prompts`: how many, if not the usual."""
     parts.before_writing()
     horizon = config.rollout.horizon.made
+    asked = parts.order.batch(step) if prompts is None else parts.order.some(step, prompts)
+    own, given = parts.others.write(asked, step) if parts.others else (asked, NOTHING_GIVEN)
     limit = horizon.limit(parts.max_response, training_progress(step, config.steps))
-    return write_step(
-        parts.order.batch(step) if prompts is None else parts.order.some(step, prompts),
+    written = write_step(
+        own,
         parts.sampler,
         parts.teacher_scorer,
         parts.ranks,
@@ -60,25 +69,28 @@ def write_rollouts(config: Config, parts: Parts, step: int, prompts: int | None 
         watching=Watching(horizon, parts.teacher_scorer.follow(parts.followed)) if isinstance(horizon, Drift) else None,
         head=parts.teacher_scorer.whole_distribution if parts.followed.states else None,
     )
+    return replace(written, given=given) if parts.others else written
 
 
 def score_step(config: Config, parts: Parts, written: Written, step: int) -> ScoredStep:
     """Score what the student wrote. The teacher may still be at work when this begins."""
     kept = _kept(config, written.rollouts)
-    asked = parts.objective.asks
-    forward = parts.learner.forward(kept, asked.student)
-    old = look(parts.student_scorer, parts.ranks, kept, asked.student) if forward is None else forward.scores
+    thinking = None if parts.thinking is None else [parts.thinking.mask(rollout) for rollout in kept]
+    teaching = teaching_mask(config, thinking, kept)
+    asked, everyones = parts.objective.asks, [*kept, *written.given.rollouts]
+    forward = parts.learner.forward(everyones, asked.student)
+    found = look(parts.student_scorer, parts.ranks, everyones, asked.student) if forward is None else forward.scores
+    old, of_others = found[: len(kept)], found[len(kept) :]
     reference = parts.ranks.share(kept, parts.reference_scorer.score) if parts.reference_scorer else None
     teacher = written.teacher_scores(kept, chosen_ids(parts, old))
     scored = scored_rollouts(parts, kept, old, teacher, reference)
     count = sum(int(torch.isneginf(scores.logprobs).sum()) for scores in teacher)
     batch = TokenBatch.collate(scored, correct_rollouts=not parts.engine.exact)
-    mask = batch.mask
-    if config.rollout.truncated == "mask":
-        mask = mask & torch.tensor([rollout.stop_reason != "length" for rollout in kept])[:, None]
-    evidence = evidence_of(batch, mask=mask, progress=training_progress(step, config.steps))
+    evidence = evidence_of(batch, mask=teaching, progress=training_progress(step, config.steps))
     rewards = parts.rewards.step(evidence, kept, lambda: written.judged(kept)) if parts.rewards else None
-    return ScoredStep(batch, rewards.evidence if rewards else evidence, forward, count, rewards)
+    others = parts.others.score(written.given, of_others, parts.teacher_scorer, parts.ranks) if parts.others else None
+    share = None if thinking is None else float(torch.cat(thinking).double().mean())
+    return ScoredStep(batch, rewards.evidence if rewards else evidence, forward, count, rewards, others, share)
 
 
 def chosen_ids(parts: Parts, student: Sequence[TokenScores]) -> list[Tensor] | None:

@@ -75,6 +75,12 @@ class ShardedWeights(Weights):
                 parameter.untyped_storage().resize_(parameter.nbytes)
                 parameter.copy_(shard.to(parameter.dtype).full_tensor())
 
+    def current(self) -> Iterator[Tensor]:
+        for shard in self.parameters:
+            full = whole(shard.detach())
+            assert full is not None
+            yield full
+
     def sum_gradients(self) -> None:
         """Every backward pass has added up the gradients of all processes."""
 

@@ -50,7 +50,8 @@ class TrainingState:
         self.step, self.skipped = stats.step, self.skipped + skipped
         tokens = int(stats.metrics["tokens_written"])
         self.tokens_written += tokens
-        self.tokens_per_prompt = tokens / max(1, int(stats.metrics["prompts"]))
+        if prompts := int(stats.metrics["prompts"]):  # else others wrote all answers
+            self.tokens_per_prompt = tokens / prompts
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
     def note(self, step: int, accuracy: float | None) -> bool:

@@ -8,14 +8,15 @@ from functools import partial
 from typing import Any
 
 from iwopd.config import Config, ConfigError, TeacherSource
-from iwopd.data.chat import Chat
-from iwopd.data.teacher_view import PromptTemplate, foreign_prompt, teacher_prompt
+from iwopd.data.teacher_view import PromptTemplate, foreign_prompt
 from iwopd.model_facts import context_length
 from iwopd.teacher.foreign import ForeignScorer, Reader
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.teacher.server import ServerScorer
+from iwopd.train.chats import student_chat, teacher_chat, teacher_view
+from iwopd.train.teacher_cache import cached
 from iwopd.train.tokenizers import TEACHER, sections
 from iwopd.types import Prompt
 from iwopd.vocabulary import answer_end
@@ -39,29 +40,30 @@ def build_teacher(
         found[name] = _scorer(config, name, source, tokenizer, local, (foreign or {}).get(section))
     router = RoutedScorer(found)
     router.try_out(prompts, vocab_size=len(tokenizer), max_tokens=max_tokens, wanted=config.method.made.asks.teacher)
+    _check_difference(config, router.teachers[None], prompts)
     return router if config.teacher.others else router.teachers[None]
-
-
-def foreign_reader(source: TeacherSource, tokenizer: Any, other: Any, section: str = TEACHER) -> Reader:
-    """Who reads the student's answers to a teacher with the tokenizer `other`, as the settings of its section say."""
-    chat = Chat(other)
-    see = foreign_prompt(chat, PromptTemplate(source.system, source.user))
-    leads, end = (Chat(tokenizer).lead(), chat.lead()), answer_end(other, chat.template, chat.kwargs)
-    return Reader(tokenizer, other, see, leads=leads, end=end, name=section)
 
 
 def scores_early(config: Config) -> bool:
     """Whether the teacher scores finished answers while others are being written."""
-    return config.teacher.has_servers if config.rollout.overlap is None else config.rollout.overlap
+    if config.rollout.overlap is not None:
+        return config.rollout.overlap
+    return config.teacher.has_servers and config.teacher.source not in ("base", "live")  # which the student writes with
 
 
 def has_local_teacher(config: Config) -> bool:
     """Whether a teacher is loaded here: the first one, or one of the others."""
-    return not config.teacher.urls or any(other.model is not None for other in config.teacher.others.values())
+    first = not config.teacher.urls and not config.teacher.is_student
+    return first or any(other.model is not None for other in config.teacher.others.values())
 
 
 def check_teacher_device(config: Config, ranks: int) -> None:
     """Refuse a device that all `ranks` processes of a machine would load their own copy of the teacher onto."""
+    if config.keeps_average and ranks > 1 and ":" in (config.ema.device or ""):
+        raise ConfigError(
+            f"ema.device = {config.ema.device!r} with {ranks} processes on a machine: each would keep its average there. Leave "
+            "it empty (each has one beside its student), or set 'cpu' (each has one in main memory)"
+        )
     device = config.models.teacher_device
     if ranks == 1 or device is None or not has_local_teacher(config) or (device != "auto" and ":" not in device):
         return
@@ -71,6 +73,26 @@ def check_teacher_device(config: Config, ranks: int) -> None:
         f"{where}. Leave it empty (each process has a copy beside its student), set 'cpu' (each has one in main memory), or "
         "put the teacher behind a server (teacher.urls), which all of them ask"
     )
+
+
+def _check_difference(config: Config, teacher: Scorer, prompts: Sequence[Prompt]) -> None:
+    """Refuse the present student as its own teacher if it sees nothing that the student does not see."""
+    if config.teacher.source != "live" or not isinstance(teacher, PromptedScorer):
+        return
+    mine = [prompt for prompt in prompts if prompt.teacher is None]
+    if mine and all(teacher.seen(prompt).token_ids == prompt.token_ids for prompt in mine):
+        raise ConfigError(
+            "teacher.source = 'live' has the student's weights, and teacher.system and teacher.user make the student's own "
+            f"prompt of all {len(mine)}, so the gap is 0 everywhere: show it more than the student sees, e.g. {{answer}}"
+        )
+
+
+def foreign_reader(config: Config, source: TeacherSource, tokenizer: Any, other: Any, section: str = TEACHER) -> Reader:
+    """Who reads the student's answers to a teacher with the tokenizer `other`, as the settings of its section say."""
+    chat = teacher_chat(config, source, other, foreign=True)
+    see = foreign_prompt(chat, PromptTemplate(source.system, source.user))
+    leads = (student_chat(config, tokenizer).lead(), chat.lead())
+    return Reader(tokenizer, other, see, leads=leads, end=answer_end(other, chat.template, chat.kwargs), name=section)
 
 
 def _scorer(
@@ -83,14 +105,16 @@ def _scorer(
         scorer = ServerScorer(source, model=model, name=name or "teacher", notify=_notify(config))
     else:
         scorer = local(getattr(source, "model", None), tokenizer if other is None else other)
+    if config.teacher.cache is not None:
+        ids = len(tokenizer if other is None else other)
+        scorer = cached(config, scorer, source, None if source.urls else getattr(source, "model", None), ids)
     if other is not None:
-        reader = foreign_reader(source, tokenizer, other, TEACHER if name is None else f"{TEACHER}.others.{name}")
+        reader = foreign_reader(config, source, tokenizer, other, TEACHER if name is None else f"{TEACHER}.others.{name}")
         rooms = [context_length(one.lm.model.config) for one in scorer.local(TEACHER).values()]
         reader.room = min((room for room in rooms if room is not None), default=None)
         return ForeignScorer(scorer, reader)
-    if source.system is None and source.user is None:
-        return scorer
-    return PromptedScorer(scorer, teacher_prompt(Chat(tokenizer), PromptTemplate(source.system, source.user)))
+    view = teacher_view(config, source, tokenizer)
+    return scorer if view is None else PromptedScorer(scorer, view)
 
 
 def _notify(config: Config) -> Callable[[str], None]:

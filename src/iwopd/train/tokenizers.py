@@ -63,6 +63,10 @@ def foreign_refuses(config: Config, foreign: Collection[str]) -> Iterator[Refuse
         yield Refused(f"{who}, but the method ({made.who}) needs more of it than log-probs of a text: {apart}", remedy)
     elif asked := sorted((made.needs & FURTHER.keys()) - WITHOUT_THE_TEACHER):
         yield Refused(f"{who}, but the method ({made.who}) asks for {', '.join(asked)}: {apart}", remedy)
+    mix = config.rollout.mix
+    if mix.active and mix.objective != "likelihood":
+        remedy = "set rollout.mix.objective = 'likelihood'"
+        yield Refused(f"{who}, but rollout.mix.objective = {mix.objective!r} compares distributions: {apart}", remedy)
     horizon: Horizon = config.rollout.horizon.made
     if horizon.stops_online:
         yield Refused(

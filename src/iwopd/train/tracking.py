@@ -45,7 +45,7 @@ class Tracker:
         if not self.is_main:
             return
         seconds = sum(stats.seconds.values())
-        tokens = stats.metrics["rollout/length_mean"] * stats.rollouts
+        tokens = stats.metrics["rollout/length_mean"] * stats.rollouts if stats.rollouts else 0
         record: dict[str, Any] = {
             **{name: getattr(stats, name) for name in ("step", "loss", "grad_norm", "tokens", "rollouts", "skipped")},
             **{f"time/{name}": round(value, 6) for name, value in stats.seconds.items()},
@@ -109,12 +109,18 @@ class PlainView:
 
     def step(self, record: Mapping[str, Any]) -> None:
         stages = " ".join(f"{name} {record[f'time/{name}']:.2f}s" for name in ("rollout", "teacher", "update"))
+        if not record["rollouts"]:
+            skipped = "  UPDATE SKIPPED" if record["skipped"] else ""
+            head = f"step {record['step']}/{self.steps}  loss {record['loss']:+.4f}  grad {record['grad_norm']:.2f}"
+            self._print(f"{head}{_others(record)}  {stages}{skipped}")
+            return
         self._print(
             f"step {record['step']}/{self.steps}  loss {record['loss']:+.4f}  kl {record['kl/sampled']:.3f}  "
             f"|gap| {record['gap/abs_mean']:.3f}  weight {record['weights/mean']:.2f}  grad {record['grad_norm']:.2f}  "
             f"length {record['rollout/length_mean']:.0f}  cut {record['rollout/truncated']:.0%}  {stages}  "
             f"{record['throughput/tokens_per_second']:.0f} tok/s"
             + (f"  reward {record['reward/mean']:.3f}" if "reward/mean" in record else "")
+            + _others(record)
             + ("  UPDATE SKIPPED" if record["skipped"] else "")
         )
 
@@ -158,6 +164,8 @@ class LiveView:
             bar = "█" * round(20 * done) + "░" * (20 - round(20 * done))
             table.add_row("step", f"{now['step']}/{self.steps} {bar} about {left:.0f} s left")
             table.add_row("learning", f"loss {now['loss']:+.4f}   KL {now['kl/sampled']:.3f}   |gap| {now['gap/abs_mean']:.3f}")
+            if others := _others(now):
+                table.add_row("others", others.strip())
             if "reward/mean" in now:
                 unjudged = f", {now['reward/failed']:.0f} without a verdict" if now["reward/failed"] else ""
                 table.add_row("reward", f"{now['reward/mean']:.3f}{unjudged}")
@@ -169,6 +177,13 @@ class LiveView:
             line = [f"step {step}: {100 * mean:.1f} %" for name, step, mean in self.scores if name == task]
             table.add_row(Text(task), "   ".join(line[-5:]))
         return table
+
+
+def _others(record: Mapping[str, Any]) -> str:
+    """What others wrote in a step, in words; empty: nothing."""
+    if not record.get("mix/share"):
+        return ""
+    return f"  others {record['mix/share']:.0%} (log-prob {record['mix/logprob']:.3f})"
 
 
 def _view(config: Config, console: Console) -> PlainView | LiveView | None:

@@ -44,6 +44,10 @@ class Weights:
         """Around the optimizer steps of a batch. Afterwards the student has the new weights."""
         yield
 
+    def current(self) -> Iterator[Tensor]:
+        """What the optimizer has made of the trained weights, in their order, each whole. All processes take part."""
+        yield from self.parameters
+
     def sum_gradients(self) -> None:
         """Make the gradients those of all processes."""
         self.ranks.sum_gradients(self.parameters)

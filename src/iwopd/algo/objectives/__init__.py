@@ -12,29 +12,39 @@ from iwopd.algo.objectives.base import (
     Objective,
     ObjectiveLoss,
     Setting,
+    TokenLoss,
     TokenMeans,
     TokenStates,
     TrainingSignal,
     setting,
 )
 from iwopd.algo.objectives.divergence import Divergence
+from iwopd.algo.objectives.likelihood import Likelihood
+from iwopd.algo.objectives.mixture import OF_OTHERS, OTHERS, Mixture, MixtureStats, needs_distributions
 from iwopd.algo.objectives.policy_gradient import PolicyGradient
 from iwopd.registry import Registry, suggestion
 
 __all__ = [
     "OBJECTIVES",
+    "OF_OTHERS",
+    "OTHERS",
     "Divergence",
+    "Likelihood",
     "LossAndMeans",
     "LossStats",
+    "Mixture",
+    "MixtureStats",
     "Objective",
     "ObjectiveLoss",
     "PolicyGradient",
     "Setting",
+    "TokenLoss",
     "TokenMeans",
     "TokenStates",
     "TrainingSignal",
     "UnknownSettingError",
     "make_objective",
+    "needs_distributions",
     "objective_class",
     "setting",
 ]

@@ -64,6 +64,10 @@ class TokenStates:
     precision: Precision = "float32"
     """Of the products with the output matrix."""
 
+    def take(self, rows: Tensor) -> TokenStates:
+        """Of some of the tokens: `rows` [N] is boolean."""
+        return self if bool(rows.all()) else replace(self, hidden=self.hidden[rows], targets=self.targets[rows])
+
     def to(self, device: torch.device) -> TokenStates:
         bias = None if self.bias is None else self.bias.to(device)
         hidden, targets, weight = self.hidden.to(device), self.targets.to(device), self.weight.to(device)
@@ -88,6 +92,16 @@ class ObjectiveLoss(Protocol):
 
     @property
     def stats(self) -> LossStats: ...
+
+
+class TokenLoss(Protocol):
+    """What the learner executes: the part of an objective that runs on micro-batches (see `Objective`)."""
+
+    def loss(
+        self, student: TokenStates, columns: Mapping[str, Tensor], denominator: float, teacher: TokenStates | None = None
+    ) -> ObjectiveLoss: ...
+    def logprobs_loss(self, logprobs: Tensor, columns: Mapping[str, Tensor], denominator: float) -> ObjectiveLoss: ...
+    def no_stats(self) -> LossStats: ...
 
 
 @dataclass(frozen=True)

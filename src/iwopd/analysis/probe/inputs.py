@@ -9,7 +9,7 @@ from typing import Any
 
 from iwopd import tiny
 from iwopd.analysis.probe.result import ProbeError
-from iwopd.data.chat import Chat, encode
+from iwopd.data.chat import WITHOUT_THINKING, Rendering, encode
 from iwopd.data.prompts import load_prompts
 from iwopd.data.sources import records
 from iwopd.eval.catalog import find_task, load_task
@@ -85,10 +85,12 @@ def world_material(world: tiny.World, count: int) -> Material:
     return Material(prompts, one_by_one(world.check), _all_ids(prompts), solutions, task, max_tokens=limit)
 
 
-def task_material(name: str, tokenizer: Any, *, data: Path | None, limit: int, chat: bool = True) -> Material:
+def task_material(
+    name: str, tokenizer: Any, *, data: Path | None, limit: int, chat: bool = True, rendering: Rendering = WITHOUT_THINKING
+) -> Material:
     """Prompts and checker of a named task; solutions from the field `solution` of its data, if it has one."""
     spec = find_task(name)
-    task = load_task(spec, tokenizer, data=data, limit=limit, chat=chat)
+    task = load_task(spec, tokenizer, data=data, limit=limit, chat=chat, rendering=rendering)
     prompts = list(task.prompts)
     if spec.checker == "tiny":
         solutions = _tiny_solutions(prompts, tokenizer)
@@ -98,14 +100,16 @@ def task_material(name: str, tokenizer: Any, *, data: Path | None, limit: int, c
     return Material(prompts, task.check, _all_ids(prompts), solutions, task.name, max_tokens=task.max_tokens)
 
 
-def file_material(path: Path, tokenizer: Any, *, limit: int, task: str | None = None) -> Material:
+def file_material(
+    path: Path, tokenizer: Any, *, limit: int, task: str | None = None, rendering: Rendering = WITHOUT_THINKING
+) -> Material:
     """Prompts of a JSONL file (`data/prompts.py`), with `answer` and `solution` where it has them.
 
     Answers are checked as the task does, or without one as math: last box, up to symbolic equivalence.
     """
     spec = None if task is None else find_task(task)
     is_tiny = spec is not None and spec.checker == "tiny"
-    loaded = load_prompts(path, Chat(tokenizer), MAX_PROMPT_TOKENS)
+    loaded = load_prompts(path, rendering.of(tokenizer), MAX_PROMPT_TOKENS)
     notes = []
     if loaded.too_long:
         notes.append(f"{loaded.too_long} prompts have more than {MAX_PROMPT_TOKENS} tokens and were left out")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import iwopd
 from iwopd import algo
-from iwopd.analysis.handoff import handoff_scores, text_of
+from iwopd.analysis.handoff import handoff_scores
 from iwopd.analysis.probe.alignment import REGIONS, SIDES, AlignmentBatch, measure_alignment
 from iwopd.analysis.probe.horizons import METHODS, measure_horizons, probe_cuts
 from iwopd.analysis.probe.inputs import Material, Pair
@@ -25,6 +25,7 @@ from iwopd.analysis.probe.rules import iw_key, measure_rules, probe_rules
 from iwopd.analysis.probe.scoring import Tokens, score_tokens, with_verdicts
 from iwopd.analysis.probe.settings import PARTS, ProbeSettings
 from iwopd.analysis.probe.verdict import judge
+from iwopd.eval.answers import answer_text, check_answers
 from iwopd.eval.statistics import interval_over_problems
 from iwopd.lm import ResponseModel, default_head_precision
 from iwopd.models import stop_ids
@@ -136,8 +137,8 @@ class _Run:
         known = [row for row, rollout in enumerate(rollouts) if rollout.prompt.id in self.material.checkable]
         if check is not None and known and not self.missing.keys() >= {"handoff", "rules", "alignment"}:
             with self._stage("verdicts", len(known)):
-                texts = [text_of(self.pair.tokenizer, rollouts[row].response_ids) for row in known]
-                verdicts = check([rollouts[row].prompt for row in known], texts)
+                texts = [answer_text(self.pair.tokenizer, rollouts[row].response_ids) for row in known]
+                verdicts = check_answers(check, [rollouts[row].prompt for row in known], texts)
                 for row, verdict in zip(known, verdicts, strict=True):
                     scores[row] = verdict.score
                 self.progress.advance(len(known))

@@ -207,19 +207,19 @@ def _looking(work: Workload, layout: Layout, rates: Rates, rows: int) -> float:
         end = horizon.next_look(end)
         looks += 1
     together = looks * max(1.0, work.rollouts * work.written / (max(1, rows) * longest))
-    models = work.teachers.values()
+    models = work.scoring.values()
     reading = sum(model.count.total * work.teacher_bytes for model in models) / (layout.gpu.bandwidth * rates.decode_bandwidth)
     return together * (reading + sum(model.layers for model in models) * rates.launch_seconds)
 
 
 def _teachers(work: Workload, layout: Layout, rates: Rates, lengths: list[int], scale: float, rows: int) -> tuple[float, float]:
     """Seconds of all scores, and of those of the longest answer, which comes last. Teachers share the prompts evenly."""
-    if not work.teachers or (layout.trainer == "local" and not work.teacher_share(gpus=1)):
+    if not work.scoring or (layout.trainer == "local" and not work.scoring_share(gpus=1)):
         return 0.0, 0.0
-    count, gpu = len(work.teachers), layout.gpu
-    shares = [scale / count * all_flops(teacher, work.prompt, lengths) for teacher in work.teachers.values()]
+    count, gpu = len(work.scoring), layout.gpu
+    shares = [scale / count * all_flops(teacher, work.prompt, lengths) for teacher in work.scoring.values()]
     if layout.trainer == "local":  # transformers, as in training, one after the other
-        rated = zip(shares, work.teachers.values(), strict=True)
+        rated = zip(shares, work.scoring.values(), strict=True)
         seconds = sum(flops / (gpu.flops * rates.training(teacher)) for flops, teacher in rated)
         if work.follows:
             seconds = max(seconds, _looking(work, layout, rates, rows))

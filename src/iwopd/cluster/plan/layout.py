@@ -116,6 +116,11 @@ def _refuse_on_verl(work: Workload) -> None:
             f"lora.rank is {config.lora.rank}, and on verl all weights are trained: plan it for one GPU (--gpus-per-node 1), "
             "or with --lora.rank 0"
         )
+    if config.teacher.is_student:
+        raise PlanError(
+            f"teacher.source is {config.teacher.source!r}, and on verl the teacher is a model of its own: plan for one GPU "
+            "(--gpus-per-node 1), or name one (models.teacher)"
+        )
     if config.teacher.urls:
         raise PlanError("teacher.urls is set, and verl starts the teacher itself: leave it out, or plan for one GPU")
     for name in (f"teacher.others.{name}" for name, other in config.teacher.others.items() if other.urls):

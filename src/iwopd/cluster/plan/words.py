@@ -7,6 +7,7 @@ from typing import Any
 
 from iwopd.cluster.plan.estimate import Plan, split_settings
 from iwopd.cluster.plan.layout import Need
+from iwopd.config.own_teacher import WORDS
 from iwopd.train.memory import GB, ModelShape
 
 IDLE = 0.3
@@ -95,6 +96,8 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"{layout.nodes} x {layout.gpus_per_node} {layout.gpu.title}. {LABEL}"
     yield ""
     yield f"student   {_model(work.student)}"
+    if (own := work.config.teacher).is_student:
+        yield f"teacher   {WORDS[own.source]} (teacher.source = {own.source!r})"
     for name, teacher in work.teachers.items():
         yield f"{name:<9} {_model(teacher)}"
     if work.config.teacher.has_servers:
@@ -216,6 +219,8 @@ def _bottleneck_words(plan: Plan) -> str:
             "bandwidth": "Each decoded token reads the weights and the caches: faster memory or more GPUs for the student help",
         }.get(time.rollout_limit, "")
     if name == "teacher":
+        if work.config.teacher.is_student:
+            return share + "The student reads every answer a second time, with the teacher's prompt: a shorter one helps"
         if layout.trainer == "local":
             return share + "Put the teacher behind a server with a GPU of its own, where it works while the student writes"
         return share + "The student waits for the scores: give the teacher more GPUs (cluster.teacher_gpus)"

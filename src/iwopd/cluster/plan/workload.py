@@ -12,7 +12,7 @@ from iwopd.config import Config
 from iwopd.models import ModelSource
 from iwopd.tiny.architecture import ModelSize, new_model
 from iwopd.tiny.world import max_response_tokens
-from iwopd.train.loading import reference_source, source_of, world_recipe
+from iwopd.train.loading import reference_source, reference_weights, source_of, world_recipe
 from iwopd.train.memory import ModelShape, RunShape
 
 PROMPT_TOKENS = 256
@@ -73,7 +73,7 @@ def open_workload(config: Config, response_tokens: float | None = None, quantile
 
     Answers are written to the end; `horizon.priced` cuts them.
     """
-    recipe, served = world_recipe(config), bool(config.teacher.urls)
+    recipe, served = world_recipe(config), bool(config.teacher.urls) or config.teacher.is_student
     if recipe is not None:
         student = _tiny("student", config, recipe.student.size)
         first = {} if served else {"teacher": _tiny("teacher", config, recipe.teacher.size)}
@@ -117,10 +117,9 @@ def _other_teachers(config: Config) -> dict[str, ModelShape]:
 
 
 def _reference(config: Config, student: ModelShape) -> ModelShape | None:
-    source = reference_source(config)
-    if source is not None and source != source_of(config, "student"):
-        return _read(config, "reference")
-    return student if config.method.made.needs_reference and not config.lora.rank else None
+    if reference_weights(config) != "model":
+        return None
+    return student if reference_source(config) in (None, source_of(config, "student")) else _read(config, "reference")
 
 
 def _tiny(role: str, config: Config, size: ModelSize) -> ModelShape:

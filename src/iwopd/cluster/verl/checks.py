@@ -11,7 +11,7 @@ from typing import Any
 from iwopd.cluster.verl import params
 from iwopd.cluster.verl.carrying import carried
 from iwopd.cluster.verl.errors import VerlError
-from iwopd.cluster.verl.fields import FIELDS
+from iwopd.cluster.verl.fields import FIELDS, PROMPT_OF_ITS_OWN
 from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.cluster.verl.translate import DEFAULT_TEACHER, places, prompt_tokens, response_tokens, translate
 from iwopd.config import Config, flatten
@@ -19,7 +19,7 @@ from iwopd.config.engines import STUDENT
 from iwopd.models import ModelSource
 from iwopd.train.doctor import Finding
 from iwopd.train.doctor.case import open_case
-from iwopd.train.doctor.chat import check_template
+from iwopd.train.doctor.chat import check_rendering, check_template
 from iwopd.train.doctor.data import check_data
 from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
 from iwopd.train.doctor.lengths import check_context
@@ -65,7 +65,15 @@ def examine(config: Config, folder: Path) -> Iterator[Finding]:
     """What the doctor says without weights, but for the memory of this machine: tokenizers, templates, data, contexts."""
     same = config.model_copy(update={"teacher": config.teacher.model_copy(update={"tokenizer": STUDENT})})
     case = open_case(same, folder)  # verl's teacher gets the student's ids
-    for check in (check_files, check_vocabularies, check_special_tokens, check_rows, check_template, check_data):
+    for check in (
+        check_files,
+        check_vocabularies,
+        check_special_tokens,
+        check_rows,
+        check_template,
+        check_data,
+        check_rendering,
+    ):
         yield from check(case)
     configs = {member.name: member.config for member in case.members.values() if member.config is not None}
     if configs and not case.data_problem:
@@ -99,8 +107,8 @@ def _teachers(config: Config) -> Iterator[str]:
             yield f"{place}.urls is {other.urls!r}: {FIELDS['teacher.urls'].text}, and set {place}.model"
         elif other.model is not None and other.model.endswith(".gguf"):
             yield f"{place}.model is {other.model!r}: {FIELDS['models.teacher_gguf_file'].text}"
-        for field in ("system", "user"):
-            if (value := getattr(other, field)) is not None:
+        for field, nothing in PROMPT_OF_ITS_OWN.items():
+            if (value := getattr(other, field)) != nothing:
                 yield f"{place}.{field} is {value!r}: {FIELDS[f'teacher.{field}'].text}"
 
 

@@ -17,6 +17,7 @@ import torch
 from iwopd.cluster.verl.translate import prompt_tokens, response_tokens
 from iwopd.config import Config
 from iwopd.data.fields import DataError
+from iwopd.eval.answers import check_answers
 from iwopd.eval.runner import Evaluation
 from iwopd.eval.task import Task
 from iwopd.train.assembly import load_tasks
@@ -87,7 +88,7 @@ def judge(tasks: Sequence[Task], rows: Sequence[dict[str, Any]], step: int) -> l
 def _judge(task: Task, texts: dict[str, list[str]], step: int) -> Evaluation:
     prompts = [prompt for prompt in task.prompts for _ in range(task.samples)]
     answers = [text for prompt in task.prompts for text in texts[label(task, prompt)]]
-    verdicts = task.check(prompts, answers)
+    verdicts = check_answers(task.check, prompts, answers)
     scores = torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float64)
     ids = tuple(prompt.id for prompt in task.prompts)
     return Evaluation(EvalResult(task.name, ids, scores.reshape(len(ids), task.samples), step), [], answers, verdicts)

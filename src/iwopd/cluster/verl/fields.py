@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from iwopd.algo.objectives import Divergence
 from iwopd.cluster.verl.carrying import CARRIED, LIMITS
-from iwopd.config import Config, Reward
+from iwopd.config import Config, MixSettings, Reward
 from iwopd.config.engines import AUTO, STUDENT
 from iwopd.rollout.settings import ServerSettings
+from iwopd.train.chats import eval_rendering, student_rendering
 
 Kind = Literal["mapped", "data", "launcher", "unused", "only"]
 
@@ -61,6 +62,10 @@ _LORA = "of an adapter, and lora.rank must be 0"
 _REWARD = "the launcher carries no task reward: leave [reward] out, or use the local engine"
 _ALONE = "when it trains on the teacher alone: set it to 0, or use the local engine"
 
+_MIX = "verl trains on what the student itself wrote: leave [rollout.mix] out, or use the local engine"
+PROMPT_OF_ITS_OWN: dict[str, Any] = {"system": None, "user": None, "chat_template": None, "chat_template_kwargs": {}}
+"""Settings that make a teacher see another prompt than the student, and their values that do not."""
+
 FIELDS: dict[str, Treatment] = {
     "seed": _mapped(f"data.seed, {_ROLLOUT}.seed, {_ACTOR}.data_loader_seed, fsdp_config.seed; the order of the prompts"),
     "steps": _mapped("trainer.total_training_steps"),
@@ -88,6 +93,10 @@ FIELDS: dict[str, Treatment] = {
     "models.teacher_dtype": _mapped(f"{_TEACHER}.inference.dtype"),
     "models.attention": _mapped("actor_rollout_ref.model.override_config.attn_implementation, use_remove_padding"),
     "models.teacher_device": _only(None, "the teacher has GPUs of its own on verl: set cluster.teacher_gpus instead"),
+    "models.teacher_offload": _unused("the teacher has GPUs of its own on verl"),
+    "models.teacher_quantize": _only(
+        "none", "verl's teacher is an engine of its own: set it to 'none', or use the local engine"
+    ),
     "models.trust_remote_code": _mapped("actor_rollout_ref.model.trust_remote_code, data.trust_remote_code"),
     "lora.rank": _only(0, "the launcher trains all weights: set it to 0, or train the adapter with the local engine"),
     "lora.alpha": _unused(_LORA),
@@ -98,6 +107,11 @@ FIELDS: dict[str, Treatment] = {
     "data.sets": Treatment("data", "verl/train.parquet in the run directory"),
     "data.train_size": Treatment("data", "verl/train.parquet in the run directory"),
     "data.max_prompt_tokens": _mapped("data.max_prompt_length"),
+    "data.chat_template": _only(
+        None, "verl renders with the student's tokenizer: save that with the template, beside the weights, and leave this out"
+    ),
+    "data.chat_template_kwargs": _mapped("data.apply_chat_template_kwargs"),
+    "data.prefill": _only("", "verl's prompts end where the chat template ends: put it into the tokenizer's template"),
     # --- method: see params.py ----------------------------------------------------------------------------------------
     "method.objective": _only(
         lambda name, config: name in CARRIED, f"verl carries {' and '.join(CARRIED)}: choose one, or use the local engine"
@@ -137,11 +151,19 @@ FIELDS: dict[str, Treatment] = {
         f"rollout.horizon.{name}": Treatment("data", f"verl/train.parquet (extra_info.limit), which {_ROLLOUT}.agent follows")
         for name in ("tokens", "from", "to", "schedule", "until")
     },
+    "rollout.mix.share": _only(0, _MIX),
+    "rollout.mix.afterwards": _only(0, _MIX),
+    **{
+        f"rollout.mix.{name}": _unused("of answers that others wrote, which verl does not train on")
+        for name in MixSettings.model_fields
+        if name not in ("share", "afterwards")
+    },
     "rollout.temperature": _only(1, "verl's teacher scores at temperature 1, and log-probs of two temperatures make no gap"),
     "rollout.top_p": _only(1, f"{_FILTERED}: sample from all of it with 1"),
     "rollout.top_k": _only(0, f"{_FILTERED}: sample from all of it with 0"),
     "rollout.stop_tokens": _only([], "verl stops where generation_config.json says: add the ids to its eos_token_id"),
     "rollout.truncated": _only("keep", "verl trains on answers that were cut off: set it to 'keep', or use the local engine"),
+    "rollout.thinking": _only("keep", "verl trains on whole answers: set it to 'keep', or use the local engine"),
     "rollout.mismatch_limit": _only(None, "a verl job is not ended for it: leave it out and watch correction/* in the metrics"),
     "rollout.overlap": _unused("verl's teacher scores every answer as soon as it is written"),
     "engine.vllm.dtype": _mapped(f"{_ROLLOUT}.dtype"),
@@ -169,6 +191,10 @@ FIELDS: dict[str, Treatment] = {
     "eval.data": Treatment("data", "verl/val.parquet in the run directory"),
     "eval.prompts": _mapped("trainer.test_freq, val_before_train; verl/val.parquet in the run directory"),
     "eval.samples": _mapped(f"{_ROLLOUT}.val_kwargs.n"),
+    "eval.chat_template_kwargs": _only(
+        lambda given, config: eval_rendering(config) == student_rendering(config),
+        "verl renders all prompts alike, by data.chat_template_kwargs: leave it out, and use `iwopd eval --model RUN`",
+    ),
     "eval.temperature": _mapped(f"{_ROLLOUT}.val_kwargs.temperature, do_sample"),
     "eval.max_tokens": _only(
         lambda limit, config: limit in (None, config.rollout.max_tokens),
@@ -182,6 +208,12 @@ FIELDS: dict[str, Treatment] = {
     "tracking.trackers": Treatment("launcher", "they get our names of verl's metrics"),
     "tracking.project": _mapped("trainer.project_name"),
     # --- teachers ---------------------------------------------------------------------------------------------------
+    "teacher.source": _only(
+        "model", "verl's teacher is a model of its own: name one (models.teacher), or use the local engine"
+    ),
+    "reference.source": _only("model", "verl's reference is the student before training: leave it out"),
+    "ema.decay": _unused("of the student's moving average, which verl does not keep"),
+    "ema.device": _unused("of the student's moving average, which verl does not keep"),
     "teacher.urls": _only([], _SERVER),
     "teacher.name": _only(None, _SERVER),
     "teacher.dialect": _unused(_SERVER_SETTING),
@@ -195,9 +227,15 @@ FIELDS: dict[str, Treatment] = {
         lambda value, config: value in (AUTO, STUDENT),
         "verl's teacher gets the student's ids: leave it out, or use the local engine for a teacher with another tokenizer",
     ),
-    "teacher.system": _only(None, "verl's teacher sees the student's prompt: leave it out, or use the local engine"),
-    "teacher.user": _only(None, "verl's teacher sees the student's prompt: leave it out, or use the local engine"),
-    "teacher.others": _mapped(f"{_TEACHER}, distillation.teacher_key; each with a model, without urls, system or user"),
+    **{
+        f"teacher.{name}": _only(value, "verl's teacher sees the student's prompt: leave it out, or use the local engine")
+        for name, value in PROMPT_OF_ITS_OWN.items()
+    },
+    "teacher.cache": _unused("verl's teacher scores every answer anew"),
+    "teacher.cache_gb": _unused("verl's teacher scores every answer anew"),
+    "teacher.others": _mapped(
+        f"{_TEACHER}, distillation.teacher_key; each with a model, without urls, and without a prompt of its own"
+    ),
     # --- cluster ----------------------------------------------------------------------------------------------------
     "cluster.nodes": _mapped("trainer.nnodes, distillation.nnodes"),
     "cluster.gpus_per_node": _mapped("trainer.n_gpus_per_node, distillation.n_gpus_per_node"),

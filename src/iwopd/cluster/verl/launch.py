@@ -23,6 +23,7 @@ from iwopd.runs.directory import RunDirectory
 from iwopd.trackers import check_trackers
 from iwopd.train.assembly import check_support
 from iwopd.train.doctor import refuse
+from iwopd.train.examples import keep_examples
 from iwopd.train.loading import open_world
 from iwopd.train.progress import PretrainingListener
 from iwopd.train.state import TrainingStoppedError
@@ -82,6 +83,7 @@ def run_on_verl(
                 tracker.say(f"{folder} has all its {config.steps} steps")
                 return done[0]
             write_prompts(config, order, tokenizer, where, tasks)
+            keep_examples(folder, config, tokenizer, order.prompts)
             arguments, variables = command(config, where, address, done[1] if done else None)
             write_atomic(where.folder / "command.sh", shown(arguments, variables) + "\n")
             log = where.folder / where.metrics.name.replace("metrics", "log").replace(".jsonl", ".txt")

@@ -2,7 +2,7 @@
 
 verl reads it from the first row to the last without shuffling, so step k has the same prompts as on the local engine,
 and a resumed run continues at its position in the file. (Within a step verl distributes them over its ranks by length.) verl
-renders the messages itself, with the same tokenizer, chat template and thinking off; some are rendered here as a check.
+renders the messages itself, with the same tokenizer, template and `data.chat_template_kwargs`; some are rendered here, too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from iwopd.cluster.verl.evaluation import label
 from iwopd.cluster.verl.translate import AGENT_LOOP, DEFAULT_TEACHER, Places, answer_limit, is_limited
 from iwopd.config import Config
-from iwopd.data.chat import Chat
 from iwopd.data.fields import DataError
 from iwopd.data.prompts import MixedOrder, PromptOrder
 from iwopd.eval.task import Task
 from iwopd.models import load_tokenizer
 from iwopd.train.assembly import prompt_order
+from iwopd.train.chats import student_chat
 from iwopd.train.loading import planned_world, source_of
 from iwopd.types import Prompt
 
@@ -47,8 +47,9 @@ def write_prompts(
     """Write the prompts of all steps, and the problems of the evaluated tasks."""
     known = {DEFAULT_TEACHER, *config.teacher.others}
     problems = [prompt for task in tasks for prompt in task.prompts]
+    chat = student_chat(config, tokenizer)
     for prompt in [*order.prompts[:TRIED], *problems[:TRIED]]:
-        ids = Chat(tokenizer).render(messages(prompt)).token_ids
+        ids = chat.render(messages(prompt)).token_ids
         if ids != prompt.token_ids:
             here = f"{len(prompt.token_ids)} ids here"
             raise DataError(f"prompt {prompt.id!r} has {here} and {len(ids)} when its messages are rendered alone")

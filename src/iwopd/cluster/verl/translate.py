@@ -17,6 +17,7 @@ from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.params import literal
 from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.config import Config
+from iwopd.train.chats import student_rendering
 from iwopd.train.loading import planned_world
 from iwopd.train.scoring import training_progress
 
@@ -146,7 +147,8 @@ def _data(config: Config, where: Places) -> Pairs:
     yield "data.filter_overlong_prompts_workers", 8 if rows > FILTER_WORKERS_ABOVE else None
     yield "data.truncation", "error"
     yield "data.trust_remote_code", config.models.trust_remote_code
-    yield "+data.apply_chat_template_kwargs.enable_thinking", False
+    for name, value in student_rendering(config).kwargs.items():
+        yield f"+data.apply_chat_template_kwargs.{name}", value
     yield "reward.custom_reward_function.path", "pkg://iwopd.cluster.verl.reward"
     yield "reward.custom_reward_function.name", "no_reward"
 

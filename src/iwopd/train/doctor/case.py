@@ -67,7 +67,7 @@ class Case:
 
     @property
     def teacher(self) -> Member:
-        """Behind a server it may be nothing but a name."""
+        """Behind a server it may be nothing but a name; one that is the student itself is not even that."""
         return self.members.get("teacher", Member("teacher", None, elsewhere=True))
 
     @cached_property
@@ -89,7 +89,9 @@ def open_case(config: Config, folder: Path) -> Case:
     world = None if recipe is None else tiny.World(recipe, Path("teacher"), Path("student"))  # its models need not be there
     reference = reference_source(config, world)
     if recipe is not None:
-        made = {"student": recipe.student, "teacher": recipe.teacher, **({"reference": recipe.student} if reference else {})}
+        made = {"student": recipe.student, **({"reference": recipe.student} if reference else {})}
+        if not config.teacher.is_student:
+            made["teacher"] = recipe.teacher
         members = {name: Member(name, None, tiny.build_tokenizer(one.tokenizer)) for name, one in made.items()}
     else:
         sources = {"student": source_of(config, "student"), "teacher": source_of(config, "teacher"), "reference": reference}

@@ -1,37 +1,56 @@
-"""Chat templates: the teacher sees the student's rendered ids, in a format that may not be its own."""
+"""Chat templates: what they are given, whether student and teacher render alike, and what prompts come out."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from iwopd.data.chat import Chat, ChatError
+from iwopd.data.chat import THINKING, Chat, ChatError
+from iwopd.train.chats import EXAMPLE, student_chat, student_rendering, teacher_chat, unrenderable
 from iwopd.train.doctor.case import Case
-from iwopd.train.doctor.findings import Finding, failure, passed, warning
+from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
+from iwopd.train.examples import rendered_examples
 
-MESSAGES = [{"role": "user", "content": "1+2"}]
-"""Short and plain: every tokenizer can encode it."""
 COMPARED = 16
 """Prompts that are also tokenised with the teacher's tokenizer."""
 MOST_LINES = 14
+MOST_LETTERS = 400
+"""Of a prompt that is shown; the middle of a longer one is left out."""
 
 
 def check_template(case: Case) -> Iterator[Finding]:
-    """The student has a template; the teacher's own would render the same."""
-    student, teacher = case.student.tokenizer, case.teacher.tokenizer
-    if student is None or case.config.models.world is not None:
+    """The student's template renders; it knows what it is given; the teacher's own would render the same."""
+    config, student, teacher = case.config, case.student.tokenizer, case.teacher.tokenizer
+    if student is None or config.models.world is not None:
         return
-    ours = _render(student)
+    try:
+        chat = student_chat(config, student)
+    except ChatError as error:
+        yield failure("chat template", str(error), "correct data.prefill")
+        return
+    if wrong := dict(unrenderable(config, student)):
+        for place, why in wrong.items():
+            yield failure("chat template", f"{place}.chat_template renders no user message: {why}", "correct the file")
+        return
+    ours = _rendered(chat)
     if ours is None:
         yield failure(
             "chat template",
             "the student's tokenizer has no chat template that renders a user message, so prompts cannot be rendered",
-            "save the tokenizer with one (tokenizer.chat_template), for a base model for instance its teacher's",
+            "save the tokenizer with one (tokenizer.chat_template), for a base model for instance its teacher's, or name a "
+            "file with one (data.chat_template)",
         )
         return
-    yield from _thinking(student)
-    theirs = None if teacher is None else _render(teacher)
+    yield from _names(case, chat)
+    yield from _thinking(case, chat)
+    if config.teacher.is_student:
+        yield passed("chat template", "the student is its own teacher: both render with one template")
+        return
+    seen = _rendered(teacher_chat(config, config.teacher, student)) or ours
+    own = None if teacher is None else replace(teacher_chat(config, config.teacher, teacher, foreign=True), template=None)
+    theirs = None if own is None else _rendered(own)
     if case.foreign:
         if theirs is None:
             yield failure(
@@ -44,25 +63,76 @@ def check_template(case: Case) -> Iterator[Finding]:
         return
     if theirs is None:
         lack = "tokenizer" if teacher is None else "chat template"
-        message = f"the teacher has no {lack}: it sees the student's rendering"
-        yield warning("chat template", message, "make sure that it was trained on chats")
-    elif ours != theirs:
+        what = "the student's rendering" if seen == ours else "the rendering that [teacher] describes"
+        yield warning("chat template", f"the teacher has no {lack}: it sees {what}", "make sure that it was trained on chats")
+    elif seen != theirs:
+        what = "the student's rendering" if seen == ours else "the rendering that [teacher] describes"
         yield warning(
             "chat template",
-            "the teacher sees the student's rendering, which is not its own",
-            "harmless if the teacher knows the student's format; else give the student the teacher's template",
-            _diff(ours, theirs),
+            f"the teacher sees {what}, which is not its own",
+            "harmless if the teacher knows that format; else name a file with the teacher's template (teacher.chat_template)",
+            _diff(seen, theirs),
         )
+    elif seen != ours:
+        yield passed("chat template", "the teacher sees its own rendering, which is not the student's")
     else:
         yield passed("chat template", "student and teacher render a user message alike")
     if teacher is not None:
         yield from _same_ids(case, teacher)
 
 
-def _thinking(student: Any) -> Iterator[Finding]:
-    same = _render(student, thinking=True) == _render(student)
-    mode = "no thinking mode" if same else "a thinking mode; prompts are rendered with thinking off"
-    yield passed("thinking", f"the student's template has {mode}")
+def check_rendering(case: Case) -> Iterator[Finding]:
+    """Nothing is judged: a few prompts as the models see them."""
+    if case.data_problem:
+        return
+    try:
+        found = rendered_examples(case.config, case.student.tokenizer, case.prompts)
+    except ChatError as error:
+        yield failure("rendering", str(error), "correct [teacher], or leave its prompt out")
+        return
+    for example in found:
+        theirs = f"; the teacher's: {_shown(example['teacher'])}" if "teacher" in example else ""
+        yield passed("rendering", f"{example['id']!r}: {_shown(example)}{theirs}")
+
+
+def _names(case: Case, chat: Chat) -> Iterator[Finding]:
+    """Every name that a template is given is one that it asks for."""
+    config, tokenizer = case.config, case.student.tokenizer
+    teachers = {"teacher": config.teacher, **{f"teacher.others.{name}": one for name, one in config.teacher.others.items()}}
+    given: dict[str, tuple[Mapping[str, Any], Chat]] = {
+        "data": (config.data.chat_template_kwargs, chat),
+        "eval": (config.eval.chat_template_kwargs, chat),
+        **{place: (one.chat_template_kwargs, teacher_chat(config, one, tokenizer)) for place, one in teachers.items()},
+    }
+    for place, (kwargs, used) in given.items():
+        if unknown := [name for name in kwargs if not used.asks_for(name)]:
+            knows = f"it knows {listed(sorted(used.known))}" if used.known else "it knows no names"
+            yield warning(
+                "template names",
+                f"{place}.chat_template_kwargs gives {listed(map(repr, unknown))}, which the chat template does not ask for",
+                f"{knows}: correct the name, or leave it out",
+            )
+
+
+def _thinking(case: Case, chat: Chat) -> Iterator[Finding]:
+    """Whether answers think, and whether `rollout.thinking` goes with it."""
+    rendering = student_rendering(case.config)
+    on, off = (_rendered(rendering.but({THINKING: value}).of(chat.tokenizer)) for value in (True, False))
+    text = _rendered(chat) or ""
+    if on != off:
+        state = f"a thinking mode; prompts are rendered with thinking {'on' if chat.kwargs.get(THINKING) else 'off'}"
+    elif chat.begun(text).removesuffix(chat.prefill):
+        state = "no switch for thinking; it opens a thinking block in every answer"
+    else:
+        state = "no thinking mode"
+    choice = case.config.rollout.thinking
+    without = state == "no thinking mode" and not chat.has_thinking
+    if choice != "keep" and (without or (on != off and not chat.kwargs.get(THINKING))):
+        switch_on = "" if without else ", or data.chat_template_kwargs = {enable_thinking = true}"
+        message = f"rollout.thinking is {choice!r}, but the student's template has {state}: answers may have no thinking blocks"
+        yield warning("thinking", message, f"set rollout.thinking = 'keep'{switch_on}")
+    else:
+        yield passed("thinking", f"the student's template has {state}")
 
 
 def _same_ids(case: Case, teacher: Any) -> Iterator[Finding]:
@@ -84,11 +154,20 @@ def _same_ids(case: Case, teacher: Any) -> Iterator[Finding]:
         yield passed("prompt ids", "the teacher's tokenizer splits the prompts into the student's ids")
 
 
-def _render(tokenizer: Any, *, thinking: bool = False) -> str | None:
+def _rendered(chat: Chat) -> str | None:
+    """A user message as the chat renders it; None: it does not."""
     try:
-        return Chat(tokenizer, kwargs={"enable_thinking": thinking}).text(MESSAGES)
+        return chat.text(EXAMPLE)
     except ChatError:
         return None
+
+
+def _shown(example: Mapping[str, Any]) -> str:
+    text = repr(example["text"])
+    if len(text) > MOST_LETTERS:
+        half = MOST_LETTERS // 2
+        text = f"{text[:half]} [... {len(text) - 2 * half:,} letters] {text[-half:]}"
+    return f"{example['ids']:,} ids, {text}"
 
 
 def _diff(ours: str, theirs: str) -> str:

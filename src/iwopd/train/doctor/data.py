@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from iwopd.data.chat import Chat, ChatError
+from iwopd.data.chat import ChatError
 from iwopd.eval.checkers import prompt_checker
+from iwopd.train.authors import answers_refuse
+from iwopd.train.chats import student_chat
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
 from iwopd.train.reward import prompts_refuse, reward_refuses
@@ -36,6 +38,7 @@ def check_data(case: Case) -> Iterator[Finding]:
     found = [*_empty(case), *_twice(case.prompts), *_leaks(case.prompts)]
     yield from found
     yield from _unjudgeable(case)
+    yield from (failure("mix", *refused) for refused in answers_refuse(case.config, case.prompts))
     if not found:
         yield passed("data", f"{len(case.prompts):,} prompts checked, none empty, duplicate, or with its answer in it")
 
@@ -55,7 +58,7 @@ def check_contamination(prompts: Sequence[Prompt], tasks: dict[str, Sequence[Pro
 def _empty(case: Case) -> Iterator[Finding]:
     """An empty message is rendered to the template alone."""
     try:
-        nothing = Chat(case.student.tokenizer).text([{"role": "user", "content": ""}]).split()
+        nothing = student_chat(case.config, case.student.tokenizer).text([{"role": "user", "content": ""}]).split()
     except ChatError:  # a template that refuses empty messages has done so at loading
         return
     empty = [prompt for prompt in case.prompts if prompt.text.split() == nothing]

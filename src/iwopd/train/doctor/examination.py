@@ -11,7 +11,7 @@ from iwopd.errors import UserError
 from iwopd.train.assembly import Parts
 from iwopd.train.attention import flash_refuses
 from iwopd.train.doctor.case import Case, open_case
-from iwopd.train.doctor.chat import check_template
+from iwopd.train.doctor.chat import check_rendering, check_template
 from iwopd.train.doctor.data import check_contamination, check_data
 from iwopd.train.doctor.findings import Finding, failure
 from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
@@ -42,7 +42,7 @@ def examine_recipe(config: Config, folder: Path, *, static: bool = False, ranks:
         yield from check_processor(config)
     case = open_case(config, folder)
     checks = (check_files, check_vocabularies, check_special_tokens, check_rows, check_template, check_temperature, check_data)
-    for check in (*checks, check_spans, check_horizon):
+    for check in (*checks, check_rendering, check_spans, check_horizon):
         yield from check(case)
     configs = {member.name: member.config for member in case.members.values() if member.config is not None}
     if configs and not case.data_problem:

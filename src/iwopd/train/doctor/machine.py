@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from iwopd.config import Config, ConfigError
+from iwopd.quantization import EXTRAS, PACKAGES
 from iwopd.train.doctor.findings import Finding, failure, passed
 from iwopd.train.ranks import Launched
 from iwopd.train.teachers import check_teacher_device
@@ -27,9 +28,10 @@ def check_packages(config: Config) -> Iterator[Finding]:
     models = config.models
     names = [models.student, models.teacher, models.reference]
     files = [models.student_gguf_file, models.teacher_gguf_file, models.reference_gguf_file]
+    kinds = [PACKAGES.get(kind) for kind in (config.lora.quantize, models.teacher_quantize)]
     needed = {
         "peft": ("lora", config.lora.rank > 0),
-        "bitsandbytes": ("qlora", config.lora.quantize != "none"),
+        **{package: (extra, package in kinds) for package, extra in EXTRAS.items()},
         "gguf": ("gguf", any(files) or any(str(name).endswith(".gguf") for name in names)),
     }
     for package, (extra, wanted) in needed.items():

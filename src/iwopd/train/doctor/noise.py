@@ -16,6 +16,7 @@ from torch import Tensor
 from iwopd import algo
 from iwopd.algo.noise import LARGEST_SHARE
 from iwopd.config import Config
+from iwopd.lm import ResponseModel
 from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.train.assembly import Parts
 from iwopd.train.doctor.echo import own_logprobs
@@ -50,6 +51,9 @@ def check_noise(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> It
         f"{_side(teacher)}), teacher and student by {floor.gap:.3g}"
     )
     numbers = noise_metrics(floor)
+    if config.teacher.is_student and not floor.gap:
+        yield passed("noise floor", f"{words}: the student is its own teacher and has not moved", numbers)
+        return
     if not floor.is_fault:
         yield passed("noise floor", words, numbers)
         return
@@ -83,7 +87,7 @@ def measure_noise(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> 
             first.setdefault(path.model_name, scores)
             here = scorer.local(kind).get(path.model_name)
             ids = vocab_size if path.reader is None else path.reader.ids
-            if here is not None and (exact := _exact(here.lm.model, read, temperature, ids)) is not None:
+            if here is not None and (exact := _exact(here.lm, read, temperature, ids)) is not None:
                 found.append(_compared(scores, exact, float32))
         return found
 
@@ -116,13 +120,14 @@ def _alone(path: ScoringPath, rollouts: Sequence[Rollout]) -> Tensor:
     return _floored(reversed(scores))
 
 
-def _exact(model: torch.nn.Module, rollouts: Sequence[Rollout], temperature: float, vocab_size: int) -> Tensor | None:
+def _exact(lm: ResponseModel, rollouts: Sequence[Rollout], temperature: float, vocab_size: int) -> Tensor | None:
     """In float32; None where that cannot be had."""
-    if float32_obstacle(model) is not None:
+    if float32_obstacle(lm.model) is not None:
         return None
     try:
-        with in_float32(model):
-            return _floored(own_logprobs(model, rollouts, temperature, vocab_size))
+        # Its own context, because the student's adapter may be off in it, but without autocast.
+        with in_float32(lm.model), lm.autocast(), torch.autocast(lm.device.type, enabled=False):
+            return _floored(own_logprobs(lm.model, rollouts, temperature, vocab_size))
     except torch.OutOfMemoryError:  # a run that would fit must not fail for this
         return None
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from iwopd.config import Config
 from iwopd.devices import free_bytes, total_bytes
 from iwopd.models import ModelSource
 from iwopd.train.doctor.case import Case, read_member
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
+from iwopd.train.loading import reference_weights
 from iwopd.train.memory import ModelShape, RunShape, StepMemory
 from iwopd.train.ranks import Launched, launched
 
@@ -44,8 +46,8 @@ def check_resources(case: Case, models: Mapping[str, Any] | None = None, ranks: 
     """
     unread: list[str] = []
     if models is not None:
-        own = {name: model for name, model in models.items() if name == "student" or model is not models["student"]}
-        configs = {name: model.config for name, model in own.items()}
+        copies = _of_student(case.config)  # no models beside the student's
+        configs = {name: model.config for name, model in models.items() if name not in copies}
     else:
         configs, unread = _configs(case)
     if "student" not in configs or ("teacher" not in configs and not case.teacher.elsewhere):
@@ -56,10 +58,18 @@ def check_resources(case: Case, models: Mapping[str, Any] | None = None, ranks: 
     ranks = ranks or launched()
     run, gpus = run_shape(case, configs), accelerators(ranks.number)
     memory = step_memory(run, gpus, ranks.count)
+    if gpus is None and case.config.models.teacher_offload:
+        yield passed("memory", "models.teacher_offload does nothing here: without a GPU the teacher is on the CPU already")
     yield from _memory(memory, gpus, ranks.here, loaded=models is not None)
     if gpus is not None:
         yield from _main_memory(run.in_main_memory(ranks.here), ranks.here)
     yield from _disk(case, memory.checkpoint)
+
+
+def _of_student(config: Config) -> set[str]:
+    """Who scores with weights of the student: its own, or their average, which `RunShape` counts."""
+    found = {"teacher": config.teacher.source, "reference": reference_weights(config)}
+    return {name for name, weights in found.items() if weights != "model"}
 
 
 def run_shape(case: Case, configs: Mapping[str, Any]) -> RunShape:

@@ -31,7 +31,7 @@ def check_spans(case: Case) -> Iterator[Finding]:
     """On the prompts: spans, and both renderings of the first one."""
     if not case.foreign:
         return
-    reader = foreign_reader(case.config.teacher, case.student.tokenizer, case.teacher.tokenizer)
+    reader = foreign_reader(case.config, case.config.teacher, case.student.tokenizer, case.teacher.tokenizer)
     texts = [_content(prompt) for prompt in case.prompts[:MEASURED]]
     if any(texts):
         yield _verdict(reader.measure_texts([text for text in texts if text]), f"on the text of {len(texts)} prompts")

@@ -89,7 +89,7 @@ def head_findings(parts: Parts) -> Iterator[Finding]:
     """What was found when the models were loaded: the fused head against their own logits, and whether they can be packed."""
     for name, head in parts.heads.items():
         if not head.fused:
-            obstacle = parts.objective.needs_output_matrix if name == "student" else None
+            obstacle = parts.needs_output_matrix if name == "student" else None
             found = (
                 f"the {name}'s own logits differ from its output matrix by {head.difference:.3g} (a soft cap or a scale): its "
                 "own logits are used, which "

@@ -17,13 +17,14 @@ from iwopd.rollout.sampling import CHUNK_ELEMENTS
 from iwopd.rollout.settings import VllmSettings
 from iwopd.teacher.following import CACHE_SHARE
 from iwopd.teacher.local import TOKEN_BUDGET_CPU, TOKEN_BUDGET_GPU
-from iwopd.train.kept_states import kept_bytes
+from iwopd.train.kept_states import keeps_others_states, kept_bytes
 from iwopd.train.memory.shapes import ModelShape
 from iwopd.train.memory.step import NO_WRITER, DeviceMemory, StepMemory, Stored, Tokens, TrainedModel, WriterMemory
+from iwopd.train.mix import mix_needs_states
 from iwopd.train.teachers import scores_early
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}
+QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55, "int8": 1.0}
 """Of a parameter in a quantised matrix, scales included."""
 FOLLOWED_SHARE = CACHE_SHARE
 """Of a GPU's free memory: most that the cache of a teacher takes which follows answers."""
@@ -43,7 +44,7 @@ class RunShape:
     config: Config
     student: ModelShape
     teachers: Mapping[str, ModelShape]
-    """Those that the run loads itself, by name; one behind servers takes no memory here."""
+    """Those that the run loads itself, by name; one behind servers takes no memory here, nor does the student as its own."""
     reference: ModelShape | None
     """Where it is a model of its own, not the student without its adapter."""
     longest: int
@@ -88,9 +89,21 @@ class RunShape:
     def teacher_bytes(self) -> int:
         return DTYPE_BYTES[self.config.models.teacher_dtype or self.config.models.dtype]
 
+    @property
+    def scoring(self) -> Mapping[str, ModelShape]:
+        """Models that score as teachers in this process, by name: those that it loads, and the student as its own."""
+        own = {"teacher": self.student} if self.config.teacher.is_student else {}
+        return {**own, **self.teachers}
+
     def teacher_share(self, gpus: int) -> float:
         """The part of each teacher that `models.teacher_device` puts beside the student, on a machine with so many GPUs."""
-        device = self.config.models.teacher_device
+        return self._share(self.config.models.teacher_device, gpus)
+
+    def average_share(self, gpus: int) -> float:
+        """The part of the student's moving average that lies beside it: all, or nothing."""
+        return self._share(self.config.ema.device, gpus) if self.config.keeps_average else 0.0
+
+    def _share(self, device: str | None, gpus: int) -> float:
         if device == "auto" and gpus:
             return 1 / gpus
         same = ("cuda", "cuda:0") if gpus else ("cpu", "auto")
@@ -138,25 +151,43 @@ class RunShape:
         """
         return DeviceMemory(
             student=self._trained,
-            tokens=self._tokens(gpus > 0, self.teacher_share(gpus), ranks),
+            tokens=self._tokens(gpus > 0, self.scoring_share(gpus), ranks),
             teachers=self._teachers(self.teacher_share(gpus)),
             reference=None if self.reference is None else Stored(self.reference, self.weight_bytes, autocast=self._autocast),
             shards=ranks if self.config.optim.shard else 1,
             on_gpu=gpus > 0,
             writer=self._writer(gpus > 0, memory, ranks),
-            whole_distributions=self.config.method.made.needs_teacher_distribution,
+            whole_distributions=self.config.method.made.needs_teacher_distribution or mix_needs_states(self.config),
             kept=0.0 if gpus else self.kept(ranks),
-            followed=self._followed(gpus > 0, ranks, self.teacher_share(gpus)),
+            averaged=self.average_share(gpus) > 0,
+            followed=self._followed(gpus > 0, ranks, self.scoring_share(gpus)),
+            teachers_leave=gpus > 0 and self.config.models.teacher_offload,
         ).step
+
+    def scoring_share(self, gpus: int) -> float:
+        """The part of the first teacher that lies beside the student, whoever it is."""
+        if self.config.teacher.is_student:
+            return self.average_share(gpus) if self.config.teacher.source == "ema" else 1.0
+        return self.teacher_share(gpus)
 
     def kept(self, ranks: int = 1) -> float:
         """Bytes that a step keeps of its tokens in main memory beside log-probs."""
-        state = max((teacher.hidden for teacher in self.teachers.values()), default=0) * self.teacher_bytes
-        return kept_bytes(self.config.method.made, tokens=self._most_tokens, state=state, ranks=ranks)
+        state = max((teacher.hidden for teacher in self.scoring.values()), default=0) * self.teacher_bytes
+        tokens, made, again = self._most_tokens, self.config.method.made, self.config.teacher_stays
+        of_others = mix_needs_states(self.config) and not made.needs_teacher_distribution
+        kept = of_others and keeps_others_states(made, own=False, again=again, most=tokens * state, ranks=ranks)
+        own = kept_bytes(made, tokens=tokens, state=state, ranks=ranks, again=again)
+        return own + (2.0 * tokens * state if kept else 0.0)
 
     def in_main_memory(self, ranks: int) -> float:
         """Bytes that the processes of a machine have on its CPU while they train on GPUs: teachers, and what steps keep."""
         kept = ranks * self.kept(ranks)
+        if self.config.keeps_average and self.config.ema.device == "cpu":
+            read = self._batch(TOKEN_BUDGET_CPU, ranks) * self._trained.on_its_way.reading
+            cached = self._followed(on_gpu=False, ranks=ranks, share=1.0) or 0.0
+            kept += ranks * (self._trained.average + read + cached)
+        if self.config.models.teacher_offload:
+            return kept + ranks * sum(teacher.weights for teacher in self._teachers(1.0))
         if self.config.models.teacher_device != "cpu":
             return kept
         teachers, tokens = self._teachers(1.0), self._batch(TOKEN_BUDGET_CPU, ranks)
@@ -165,10 +196,13 @@ class RunShape:
         return kept + ranks * (sum(teacher.weights for teacher in teachers) + scoring + followed)
 
     def _teachers(self, share: float) -> tuple[Stored, ...]:
-        return tuple(Stored(teacher, self.teacher_bytes, share) for teacher in self.teachers.values())
+        quantized = QUANTIZED_BYTES.get(self.config.models.teacher_quantize)
+        return tuple(
+            Stored(teacher, self.teacher_bytes, share, quantized_bytes=quantized) for teacher in self.teachers.values()
+        )
 
     def _tokens(self, on_gpu: bool, teacher_share: float, ranks: int) -> Tokens:
-        optim, here = self.config.optim, bool(self.teachers) and teacher_share > 0
+        optim, here = self.config.optim, bool(self.scoring) and teacher_share > 0
         alone = optim.ppo_epochs == optim.mini_batches == ranks == 1
         return Tokens(
             update=self._batch(optim.token_budget, ranks),
@@ -213,11 +247,11 @@ class RunShape:
     @property
     def followed_token(self) -> float:
         """Bytes of a token in the cache of a teacher that follows answers; an answer's columns double, so half may be empty."""
-        return 2.0 * max((teacher.cache_elements for teacher in self.teachers.values()), default=0) * self.teacher_bytes
+        return 2.0 * max((teacher.cache_elements for teacher in self.scoring.values()), default=0) * self.teacher_bytes
 
     def _followed(self, on_gpu: bool, ranks: int, share: float) -> float | None:
         """Bytes of that cache, bounded as the sampler's is: a GPU must hold one answer, a CPU's cache has a budget."""
-        if not (self.follows and self.teachers and share):
+        if not (self.follows and self.scoring and share):
             return None
         row = share * self.longest * self.followed_token
         return row * (1 if on_gpu else max(1, min(self._rows(ranks), CACHE_BYTES_CPU // row)))

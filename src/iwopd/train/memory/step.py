@@ -32,10 +32,18 @@ class Stored:
     """The part of it that lies on this device."""
     autocast: bool = False
     """It computes in bfloat16."""
+    quantized_bytes: float | None = None
+    """Of a parameter in the layers' matrices, where these are quantised."""
 
     @property
     def weights(self) -> float:
-        return self.shape.count.total * self.number_bytes * self.share
+        count, matrices = self.shape.count, self.quantized_bytes or self.number_bytes
+        return (count.layers * matrices + (count.total - count.layers) * self.number_bytes) * self.share
+
+    @property
+    def matrix(self) -> float:
+        """Of its output matrix."""
+        return self.shape.count.head * self.number_bytes * self.share
 
     @property
     def on_its_way(self) -> Pass:
@@ -72,6 +80,12 @@ class TrainedModel:
     def trained(self) -> float:
         """Bytes of a float32 number for every trained parameter."""
         return MASTER_BYTES * (self.adapter or self.shape.count.total)
+
+    @property
+    def average(self) -> float:
+        """Bytes of a moving average: of half precision, in float32 and as the model that scores."""
+        rounded = self.number_bytes * self.shape.count.total if self.has_masters else 0.0
+        return self.trained + rounded
 
     @property
     def has_masters(self) -> bool:
@@ -185,6 +199,10 @@ class DeviceMemory:
     """The loss compares whole distributions: the teacher reads every micro-batch, too, unless its states were kept."""
     kept: float = 0.0
     """Bytes that a step keeps of its tokens beside log-probs, where main memory is the device's."""
+    teachers_leave: bool = False
+    """Teachers are here only while they score; of one whose whole distributions are compared the output matrix stays."""
+    averaged: bool = False
+    """The moving average of the trained weights lies here, and scores."""
     followed: float | None = None
     """The teacher's cache of the answers that it follows while they are written; None: it follows none."""
 
@@ -197,15 +215,29 @@ class DeviceMemory:
             "weights": (masters if split else student.weights) / self.shards,
             "masters": 0.0 if split else masters / self.shards,
             "adam": 2 * student.trained / self.shards,
-            "teachers": sum(teacher.weights for teacher in self.teachers),
+            "teachers": self._resting if self.teachers_leave else sum(teacher.weights for teacher in self.teachers),
             "reference": 0.0 if self.reference is None else self.reference.weights,
             "kept evidence": self.kept,
         }
+        if self.averaged:
+            state["average"] = student.average
         stages: dict[Stage, Parts] = {"rollouts": self._rollouts, "scores": self._scores}
         stages |= {stage: self._update(stage) for stage in UPDATE}
         written = MASTER_BYTES * student.adapter or student.weights
-        checkpoint = written + masters + 2 * student.trained
+        checkpoint = written + masters + 2 * student.trained + (student.trained if self.averaged else 0.0)
         return StepMemory(state, stages, self.writer, checkpoint, self.offloaded)
+
+    @property
+    def _resting(self) -> float:
+        """Of teachers that have left."""
+        return sum(teacher.matrix for teacher in self.teachers) if self.whole_distributions else 0.0
+
+    @property
+    def _at_work(self) -> Parts:
+        """Teachers that have come back: in place of what stays of them."""
+        if not self.teachers_leave:
+            return {}
+        return {"teachers": self._resting + sum(teacher.weights for teacher in self.teachers)}
 
     @property
     def _whole(self) -> Parts:
@@ -221,11 +253,12 @@ class DeviceMemory:
     @property
     def _rollouts(self) -> Parts:
         following = {} if self.followed is None else {"teacher's cache": self.followed}
-        return self._whole | self.writer.parts | (self._scoring if self.tokens.early else {}) | following
+        early = self._scoring | self._at_work if self.tokens.early else {}
+        return self._whole | self.writer.parts | early | following
 
     @property
     def _scores(self) -> Parts:
-        parts = self._whole | self._scoring | (self.writer.parts if self.writer.stays else {})
+        parts = self._whole | self._scoring | self._at_work | (self.writer.parts if self.writer.stays else {})
         if self.tokens.waiting:
             parts["activations"] = self.tokens.update * self._pass.kept(self.student.gradient_checkpointing)
         return parts
