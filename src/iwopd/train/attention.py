@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from iwopd.config import Config
+from iwopd.train.refused import Refused
 from iwopd.train.teachers import has_local_teacher
-
-
-class Refused(NamedTuple):
-    """What its kernel would refuse."""
-
-    message: str
-    remedy: str
 
 
 def flash_refuses(config: Config) -> Iterator[Refused]:

@@ -20,9 +20,9 @@ from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.scorer import Scorer
-from iwopd.train.attention import Refused
 from iwopd.train.mix import Author
 from iwopd.train.ranks import Ranks
+from iwopd.train.refused import Refused
 from iwopd.types import Prompt, Rollout
 
 TRIED = 256

@@ -13,8 +13,8 @@ from iwopd.lm import TOLERANCE, TOLERANCE_HALF
 from iwopd.rollout.horizons import Drift
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
-from iwopd.train.attention import Refused
 from iwopd.train.loading import world_recipe
+from iwopd.train.refused import Refused
 from iwopd.types import Piece, Prompt, Rollout, StepStats
 
 MOST_STOPPED, SHORT = 0.95, 1.25

@@ -12,7 +12,7 @@ from iwopd.config import Config, TeacherSource
 from iwopd.config.engines import AUTO, STUDENT
 from iwopd.models import ModelError, ModelSource, brings_tokenizer, load_configs, load_tokenizer
 from iwopd.rollout.horizons import Horizon
-from iwopd.train.attention import Refused
+from iwopd.train.refused import Refused
 from iwopd.types import Prompt
 from iwopd.vocabulary import check_same_tokenizer, compare_vocabularies
 
