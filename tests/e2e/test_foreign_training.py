@@ -15,6 +15,7 @@ from iwopd.errors import ConfigError
 from iwopd.models import load_model
 from iwopd.report.token_columns import TokenTable, pack_rollout
 from iwopd.runs.directory import RunDirectory
+from iwopd.teacher.cached import CachedScorer
 from iwopd.teacher.foreign import ForeignScorer
 from iwopd.train.assembly import assemble
 from iwopd.train.doctor import examine_recipe
@@ -141,3 +142,15 @@ def test_identical_tokenizers_are_compared_and_nothing_else_happens(tmp_path: Pa
     assert metrics[0] == metrics[1]
     assert not any(name.startswith("spans/") for name in metrics[0][0])
     assert all(torch.equal(values, weights[1][name]) for name, values in weights[0].items())
+
+
+def test_kept_scores_are_counted_and_servers_room_is_known(pair: dict[str, Any], tmp_path: Path) -> None:
+    with assemble(make_config({**pair, "teacher": {"cache": str(tmp_path / "cache")}}), lambda _: None) as parts:
+        assert isinstance(parts.teacher_scorer, ForeignScorer)
+        assert [type(one) for one in parts.caches] == [CachedScorer]
+    folder = pair["models"]["teacher"]
+    with served(load_model(folder).eval(), vocab_size=len(trained("sentencepiece-bpe", 520))) as server:
+        teacher = {"urls": [server.url], "name": "m", "tokenizer": folder, "cache": str(tmp_path / "cache")}
+        with assemble(make_config({**pair, "teacher": teacher}), lambda _: None) as parts:
+            assert isinstance(parts.teacher_scorer, ForeignScorer)
+            assert parts.teacher_scorer.reader.room == load_model(folder).config.max_position_embeddings

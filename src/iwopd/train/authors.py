@@ -17,6 +17,7 @@ from iwopd.model_facts import pad_id
 from iwopd.models import stop_ids
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
+from iwopd.teacher.cached import CachedScorer
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.scorer import Scorer
@@ -121,6 +122,7 @@ class TeacherAuthor:
         ranks: Ranks,
     ) -> TeacherAuthor:
         inner = teacher.scorer if isinstance(teacher, PromptedScorer) else teacher
+        inner = inner.scorer if isinstance(inner, CachedScorer) else inner  # what is kept are scores: it writes all the same
         if not isinstance(inner, LocalScorer):
             raise ConfigError(
                 f"rollout.mix.source is 'teacher', but the teacher (a {type(inner).__name__}) only scores answers: load one "
