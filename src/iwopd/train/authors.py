@@ -144,6 +144,7 @@ class TeacherAuthor:
 
     def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Rollout | None]:
         def work(mine: Sequence[Prompt]) -> list[Rollout | None]:
+            self.scorer.arrive()
             with self.scorer.lm.autocast():
                 written = self.sampler.sample([self.seen(prompt) for prompt in mine], seed=self.seed, step=step)
             return [replace(one, prompt=prompt, writer="teacher") for one, prompt in zip(written, mine, strict=True)]
