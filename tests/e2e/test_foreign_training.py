@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,16 @@ def test_kept_scores_are_counted_and_servers_room_is_known(pair: dict[str, Any],
         with assemble(make_config({**pair, "teacher": teacher}), lambda _: None) as parts:
             assert isinstance(parts.teacher_scorer, ForeignScorer)
             assert parts.teacher_scorer.reader.room == load_model(folder).config.max_position_embeddings
+
+
+def test_a_tokenizer_that_is_not_the_local_teachers_is_refused(pair: dict[str, Any], tmp_path: Path) -> None:
+    config = make_config({**pair, "teacher": {"tokenizer": pair["models"]["student"]}})
+    words = "teacher.tokenizer is .*student', but the teacher is loaded here and brings another one .*leave teacher"
+    [said] = [one for one in examine_recipe(config, tmp_path / "run") if one.check == "files" and one.level == "fail"]
+    assert re.search(words, said.message)
+    assert said.remedy == "correct teacher.tokenizer"
+    with pytest.raises(ConfigError, match=words):
+        assemble(config, lambda _: None)
+    same = make_config({**pair, "teacher": {"tokenizer": pair["models"]["teacher"]}})
+    with assemble(same, lambda _: None) as parts:
+        assert isinstance(parts.teacher_scorer, ForeignScorer)

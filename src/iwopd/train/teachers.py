@@ -85,7 +85,7 @@ def _check_difference(config: Config, teacher: Scorer, prompts: Sequence[Prompt]
     if mine and all(teacher.seen(prompt).token_ids == prompt.token_ids for prompt in mine):
         raise ConfigError(
             f"teacher.source = {source!r} has the student's weights, and what [teacher] says makes the student's own prompt of "
-            f"all {len(mine)}, so the gap is 0 everywhere: show it more than the student sees, e.g. teacher.user with {{answer}}"
+            f"all {len(mine)}, so the gap is 0: show it more than the student sees, e.g. teacher.user with {{answer}}"
         )
 
 
