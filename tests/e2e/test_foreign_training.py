@@ -20,6 +20,7 @@ from iwopd.teacher.cached import CachedScorer
 from iwopd.teacher.foreign import ForeignScorer
 from iwopd.train.assembly import assemble
 from iwopd.train.doctor import examine_recipe
+from iwopd.train.doctor.self_check import examine_pipeline
 from iwopd.train.run import run_training
 from models import save_pair
 from served_teacher import served
@@ -168,3 +169,12 @@ def test_a_tokenizer_that_is_not_the_local_teachers_is_refused(pair: dict[str, A
     same = make_config({**pair, "teacher": {"tokenizer": pair["models"]["teacher"]}})
     with assemble(same, lambda _: None) as parts:
         assert isinstance(parts.teacher_scorer, ForeignScorer)
+
+
+def test_the_self_check_of_a_served_teacher_compares_with_a_copy_that_reads_the_same(pair: dict[str, Any]) -> None:
+    with served(load_model(pair["models"]["teacher"]).eval(), vocab_size=len(trained("sentencepiece-bpe", 520))) as server:
+        config = make_config({**pair, "teacher": {"urls": [server.url], "name": "m"}})
+        with assemble(config, lambda _: None) as parts:
+            found = {one.check: one for one in examine_pipeline(config, parts)}
+    assert found["self loss"].level == "pass", found["self loss"].message
+    assert "the loss is the same" in found["self loss"].message
