@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from iwopd.errors import ConfigError
 from iwopd.models import load_model
 from iwopd.report.token_columns import TokenTable, pack_rollout
 from iwopd.runs.directory import RunDirectory
+from iwopd.teacher.cached import CachedScorer
 from iwopd.teacher.foreign import ForeignScorer
 from iwopd.train.assembly import assemble
 from iwopd.train.doctor import examine_recipe
+from iwopd.train.doctor.self_check import examine_pipeline
 from iwopd.train.run import run_training
 from models import save_pair
 from served_teacher import served
@@ -141,3 +144,37 @@ def test_identical_tokenizers_are_compared_and_nothing_else_happens(tmp_path: Pa
     assert metrics[0] == metrics[1]
     assert not any(name.startswith("spans/") for name in metrics[0][0])
     assert all(torch.equal(values, weights[1][name]) for name, values in weights[0].items())
+
+
+def test_kept_scores_are_counted_and_servers_room_is_known(pair: dict[str, Any], tmp_path: Path) -> None:
+    with assemble(make_config({**pair, "teacher": {"cache": str(tmp_path / "cache")}}), lambda _: None) as parts:
+        assert isinstance(parts.teacher_scorer, ForeignScorer)
+        assert [type(one) for one in parts.caches] == [CachedScorer]
+    folder = pair["models"]["teacher"]
+    with served(load_model(folder).eval(), vocab_size=len(trained("sentencepiece-bpe", 520))) as server:
+        teacher = {"urls": [server.url], "name": "m", "tokenizer": folder, "cache": str(tmp_path / "cache")}
+        with assemble(make_config({**pair, "teacher": teacher}), lambda _: None) as parts:
+            assert isinstance(parts.teacher_scorer, ForeignScorer)
+            assert parts.teacher_scorer.reader.room == load_model(folder).config.max_position_embeddings
+
+
+def test_a_tokenizer_that_is_not_the_local_teachers_is_refused(pair: dict[str, Any], tmp_path: Path) -> None:
+    config = make_config({**pair, "teacher": {"tokenizer": pair["models"]["student"]}})
+    words = "teacher.tokenizer is .*student', but the teacher is loaded here and brings another one .*leave teacher"
+    [said] = [one for one in examine_recipe(config, tmp_path / "run") if one.check == "files" and one.level == "fail"]
+    assert re.search(words, said.message)
+    assert said.remedy == "correct teacher.tokenizer"
+    with pytest.raises(ConfigError, match=words):
+        assemble(config, lambda _: None)
+    same = make_config({**pair, "teacher": {"tokenizer": pair["models"]["teacher"]}})
+    with assemble(same, lambda _: None) as parts:
+        assert isinstance(parts.teacher_scorer, ForeignScorer)
+
+
+def test_the_self_check_of_a_served_teacher_compares_with_a_copy_that_reads_the_same(pair: dict[str, Any]) -> None:
+    with served(load_model(pair["models"]["teacher"]).eval(), vocab_size=len(trained("sentencepiece-bpe", 520))) as server:
+        config = make_config({**pair, "teacher": {"urls": [server.url], "name": "m"}})
+        with assemble(config, lambda _: None) as parts:
+            found = {one.check: one for one in examine_pipeline(config, parts)}
+    assert found["self loss"].level == "pass", found["self loss"].message
+    assert "the loss is the same" in found["self loss"].message

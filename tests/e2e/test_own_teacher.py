@@ -153,9 +153,10 @@ def test_a_checkpoint_without_an_average_begins_one(student: Path, tmp_path: Pat
         torch.testing.assert_close(one, 0.75 * before[name] + 0.25 * after[name])
 
 
-def test_a_prompt_that_shows_nothing_more_is_refused(student: Path) -> None:
-    tree = settings(student, "live", teacher={"user": "{prompt}"})
-    with pytest.raises(ConfigError, match="make the student's own prompt of all 24, so the gap is 0"), opened(tree):
+@pytest.mark.parametrize("source", ["live", "ema"])
+def test_a_prompt_that_shows_nothing_more_is_refused(student: Path, source: str) -> None:
+    tree = settings(student, source, teacher={"user": "{prompt}"})
+    with pytest.raises(ConfigError, match="makes the student's own prompt of all 24, so the gap is 0"), opened(tree):
         pass
 
 

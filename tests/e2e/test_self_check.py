@@ -126,6 +126,14 @@ def test_a_served_teacher_passes(folder: Path, server: Any, by_server: tuple[Con
     assert "the loss is the same" in loss.message
 
 
+def test_a_copy_of_a_served_teacher_sees_the_prompt_that_it_sees(folder: Path, server: Any) -> None:
+    server.model.break_down(None)
+    config = make_config(settings(folder, teacher={"urls": [server.url], "name": "m", "user": "{prompt}+1"}))
+    with assemble(config, print) as parts:
+        (loss,) = (one for one in examined((config, parts)) if one.check == "self loss")
+    assert "the loss is the same" in loss.message
+
+
 @pytest.mark.parametrize(
     "method",
     [

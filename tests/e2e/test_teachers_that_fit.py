@@ -126,6 +126,26 @@ def test_a_run_trains_without_the_teacher_beside_it(
     assert most - least >= 0.95 * (weights_of(teacher) - matrix)
 
 
+def test_a_teacher_that_writes_answers_comes_back_for_it(
+    gpu: PretendGPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = save_pair(tmp_path)
+    settings |= {"rollout": {"prompts_per_step": 4, "max_tokens": 8, "mix": {"share": 0.5, "source": "teacher"}}}
+    settings |= {"models": {**settings["models"], "teacher_offload": True}, "threads": torch.get_num_threads()}
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(gpu.device))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        with assemble(make_config(settings), lambda _: None) as parts:
+            assert parts.others is not None
+            parts.before_writing()
+            assert [one.lm.device.type for one in parts.offloaded] == ["cpu"]
+            _, given = parts.others.write(parts.order.batch(1), 1)
+            assert len(given.rollouts) == 2
+            assert [one.lm.device for one in parts.offloaded] == [gpu.device]
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.parametrize(
     ("models", "teacher", "words"),
     [

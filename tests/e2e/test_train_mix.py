@@ -236,6 +236,15 @@ def test_a_teacher_writes_with_the_prompt_that_it_sees(
     assert [one.response_ids.tolist() for one in plain] != [one.response_ids.tolist() for one in told]
 
 
+def test_a_teacher_whose_scores_are_kept_writes_the_same(pair: dict[str, Any], tmp_path: Path) -> None:
+    settings = mixed(pair, {"share": 0.5, "source": "teacher"}, steps=1)
+    plain, kept = tmp_path / "plain", tmp_path / "kept"
+    train(settings, plain)
+    [record] = train({**settings, "teacher": {"cache": str(tmp_path / "cache")}}, kept)
+    assert same(state(plain, 1), state(kept, 1))
+    assert record["teacher/cache_misses"] == record["rollouts"]
+
+
 @pytest.mark.slow
 def test_a_cold_start_raises_accuracy_on_the_embedded_world(tmp_path: Path) -> None:
     settings: dict[str, Any] = {

@@ -38,6 +38,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (settings("base"), "teacher.source = 'base' .* lora.rank is 0.*: set lora.rank"),
     (settings("live", {}), "'live' has the student's weights and sees its prompt, so the gap is 0 everywhere: show it more"),
     (settings("ema", {}), "'ema' begins with the student's log-probs.*gap stays 0: .*teacher.user.*or add a reward"),
+    (settings("live", {"chat_template_kwargs": {"enable_thinking": False}}), "so the gap is 0 everywhere: show it more"),
+    (settings("ema", {"chat_template_kwargs": {"enable_thinking": False}}), "so the gap stays 0"),
+    (settings("live", {**HINT, "tokenizer": "org/other"}), "teacher.tokenizer is 'org/other', but teacher.source = 'live'"),
     (settings("base", {}, lora=LORA), "'base' begins with the student's log-probs"),
     (settings("live", models={"teacher": "org/teacher"}), "models.teacher is 'org/teacher', but teacher.source = 'live'"),
     (settings("ema", models={"teacher_device": "cpu"}), "models.teacher_device is 'cpu'.*its device is ema.device"),
@@ -73,6 +76,9 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(tree: dict[str, A
 def test_what_can_work_is_taken() -> None:
     reward = {"checker": "math"}
     assert config("base", {}, lora=LORA, reward=reward, rollout={"samples": 2}).teacher.is_student  # a leash for a reward
+    assert config("ema", {}, rollout={"mix": {"share": 0.5}}).teacher.is_student  # and for answers of others
+    on = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert config("live", on).teacher.is_student  # a template with a thinking mode shows another prompt
     assert config("live", lora=LORA, method=DIVERGENCE, optim={"mini_batches": 2}).lora.rank  # the matrix is frozen
     assert config("ema", method=DIVERGENCE, optim={"shard": True}).keeps_average
     assert config("live", method={**DIVERGENCE, "support": "top-k"}, optim={"mini_batches": 2}).teacher.is_student

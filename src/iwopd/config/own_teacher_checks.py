@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from iwopd.config.engines import RolloutSettings, Teacher
-from iwopd.config.inputs import Lora, Models
+from iwopd.config.engines import AUTO, STUDENT, RolloutSettings, Teacher
+from iwopd.config.inputs import Data, Lora, Models
 from iwopd.config.method import Method
 from iwopd.config.own_teacher import WORDS, Ema, Reference
 from iwopd.config.reward import Reward
 from iwopd.config.training import Optim
+from iwopd.data.chat import THINKING_OFF
 
 
 class Settings(Protocol):
@@ -20,6 +21,8 @@ class Settings(Protocol):
     def models(self) -> Models: ...
     @property
     def lora(self) -> Lora: ...
+    @property
+    def data(self) -> Data: ...
     @property
     def method(self) -> Method: ...
     @property
@@ -79,10 +82,12 @@ def _placed_elsewhere(config: Settings) -> Iterator[str]:
     given = {
         "models.teacher": models.teacher,
         "models.teacher_size": models.teacher_size,
+        "models.teacher_tokenizer": models.teacher_tokenizer,
         "models.teacher_dtype": models.teacher_dtype,
         "models.teacher_device": models.teacher_device,
         "teacher.urls": teacher.urls,
         "teacher.name": teacher.name,
+        "teacher.tokenizer": teacher.tokenizer if teacher.tokenizer not in (AUTO, STUDENT) else None,
         "models.teacher_offload": models.teacher_offload,
         "models.teacher_quantize": models.teacher_quantize if models.teacher_quantize != "none" else None,
         "teacher.cache": teacher.cache,
@@ -98,20 +103,34 @@ def _placed_elsewhere(config: Settings) -> Iterator[str]:
 
 def _says_nothing(config: Settings) -> Iterator[str]:
     """A teacher that has the student's weights and sees what the student sees has the student's log-probs."""
-    teacher, method = config.teacher, config.method.made
-    if any((teacher.system is not None, teacher.user is not None, teacher.chat_template, teacher.chat_template_kwargs)):
+    teacher = config.teacher
+    if _sees_more(config):
         return
     remedy = "show it more than the student sees: teacher.user (with {answer} or a hint) or teacher.system"
     if teacher.source == "live":
         yield f"teacher.source = 'live' has the student's weights and sees its prompt, so the gap is 0 everywhere: {remedy}"
-    entropy = float(getattr(method, "entropy_coef", 0.0))
-    other = bool(teacher.others) or (method.needs_reference and config.models.reference is not None)
-    moved = config.reward.added or entropy > 0 or other
-    if teacher.source != "live" and not moved:
+    if teacher.source != "live" and not otherwise_moved(config):
         yield (
             f"teacher.source = {teacher.source!r} begins with the student's log-probs, and nothing else moves it, so the "
             f"gap stays 0: {remedy}, or add a reward (reward.checker, reward.coefficient)"
         )
+
+
+def _sees_more(config: Settings) -> bool:
+    """Whether any setting may show the teacher another prompt than the student's."""
+    teacher, data = config.teacher, config.data
+    ours = {**THINKING_OFF, **data.chat_template_kwargs}
+    template = teacher.chat_template is not None and teacher.chat_template != data.chat_template
+    rendering = template or {**ours, **teacher.chat_template_kwargs} != ours
+    return teacher.system is not None or teacher.user is not None or rendering
+
+
+def otherwise_moved(config: Settings) -> bool:
+    """Whether anything but the teacher moves the student, whose weights it has."""
+    method = config.method.made
+    entropy = float(getattr(method, "entropy_coef", 0.0))
+    other = bool(config.teacher.others) or (method.needs_reference and config.models.reference is not None)
+    return config.reward.added or config.rollout.mix.active or entropy > 0 or other
 
 
 def _under_way(config: Settings) -> Iterator[str]:

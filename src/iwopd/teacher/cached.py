@@ -137,6 +137,11 @@ class CachedScorer(Scorer):
         return self.scorer.gives
 
     @property
+    def room(self) -> int | None:
+        """Tokens that servers said they can read at once."""
+        return getattr(self.scorer, "room", None)
+
+    @property
     def whole_distribution(self) -> HasModel | None:
         return self.scorer.whole_distribution
 

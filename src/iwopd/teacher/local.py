@@ -69,6 +69,9 @@ class LocalScorer(Scorer):
                 scores.update(zip(rows, found.split(sequences.answers.tolist()), strict=True))
         return [scores[row] for row in range(len(rollouts))]
 
+    def arrive(self) -> None:
+        """Called before its model is used by somebody else: one that has left the device comes back (`offload`)."""
+
     def follow(self, wanted: Wanted = NOTHING) -> LocalFollower:
         return LocalFollower(self.lm, self.token_budget, wanted)
 

@@ -43,25 +43,26 @@ class OffloadedScorer(LocalScorer):
         if self.moves and self.lm.device == self.home:
             self.lm.model.to("cpu")
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
+        """Somebody needs it: to be asked, or to write answers with its model."""
         if self.lm.device != self.home:
             self.lm.model.to(self.home)
 
     def look(
         self, rollouts: Sequence[Rollout], wanted: Wanted = NOTHING, chosen: Sequence[Tensor] | None = None
     ) -> list[TokenScores]:
-        self._arrive()
+        self.arrive()
         return super().look(rollouts, wanted, chosen)
 
     def follow(self, wanted: Wanted = NOTHING) -> LocalFollower:
         """It stays until `leave`, which comes after the answers."""
-        self._arrive()
+        self.arrive()
         return super().follow(wanted)
 
     def output_matrix(self) -> OutputMatrix:
-        self._arrive()
+        self.arrive()
         return super().output_matrix()
 
     def check_head(self, sequences: Sequences, *, trained: bool = False) -> HeadCheck:
-        self._arrive()
+        self.arrive()
         return super().check_head(sequences, trained=trained)

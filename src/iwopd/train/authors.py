@@ -17,6 +17,7 @@ from iwopd.model_facts import pad_id
 from iwopd.models import stop_ids
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
+from iwopd.teacher.cached import CachedScorer
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.scorer import Scorer
@@ -121,6 +122,7 @@ class TeacherAuthor:
         ranks: Ranks,
     ) -> TeacherAuthor:
         inner = teacher.scorer if isinstance(teacher, PromptedScorer) else teacher
+        inner = inner.scorer if isinstance(inner, CachedScorer) else inner  # what is kept are scores: it writes all the same
         if not isinstance(inner, LocalScorer):
             raise ConfigError(
                 f"rollout.mix.source is 'teacher', but the teacher (a {type(inner).__name__}) only scores answers: load one "
@@ -142,6 +144,7 @@ class TeacherAuthor:
 
     def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Rollout | None]:
         def work(mine: Sequence[Prompt]) -> list[Rollout | None]:
+            self.scorer.arrive()
             with self.scorer.lm.autocast():
                 written = self.sampler.sample([self.seen(prompt) for prompt in mine], seed=self.seed, step=step)
             return [replace(one, prompt=prompt, writer="teacher") for one, prompt in zip(written, mine, strict=True)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from iwopd.config import Config, TeacherSource
 from iwopd.models import ModelSource, weights_fingerprint
 from iwopd.teacher.cached import CachedScorer, ScoreStore
+from iwopd.teacher.foreign import ForeignScorer
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.scorer import Scorer
@@ -45,7 +46,7 @@ def caches_of(scorer: Scorer) -> list[CachedScorer]:
         return [one for inner in scorer.teachers.values() for one in caches_of(inner)]
     if isinstance(scorer, CachedScorer):
         return [scorer]
-    return caches_of(scorer.scorer) if isinstance(scorer, PromptedScorer) else []
+    return caches_of(scorer.scorer) if isinstance(scorer, PromptedScorer | ForeignScorer) else []
 
 
 def cache_metrics(caches: Sequence[CachedScorer], ranks: Ranks) -> dict[str, float]:

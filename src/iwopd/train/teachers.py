@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from iwopd.config import Config, ConfigError, TeacherSource
+from iwopd.config.own_teacher_checks import otherwise_moved
 from iwopd.data.teacher_view import PromptTemplate, foreign_prompt
 from iwopd.model_facts import context_length
 from iwopd.teacher.foreign import ForeignScorer, Reader
@@ -76,14 +77,15 @@ def check_teacher_device(config: Config, ranks: int) -> None:
 
 
 def _check_difference(config: Config, teacher: Scorer, prompts: Sequence[Prompt]) -> None:
-    """Refuse the present student as its own teacher if it sees nothing that the student does not see."""
-    if config.teacher.source != "live" or not isinstance(teacher, PromptedScorer):
+    """Refuse the student as its own teacher if it sees nothing that the student does not see, and nothing else moves it."""
+    source = config.teacher.source
+    if source == "model" or not isinstance(teacher, PromptedScorer) or (source != "live" and otherwise_moved(config)):
         return
     mine = [prompt for prompt in prompts if prompt.teacher is None]
     if mine and all(teacher.seen(prompt).token_ids == prompt.token_ids for prompt in mine):
         raise ConfigError(
-            "teacher.source = 'live' has the student's weights, and teacher.system and teacher.user make the student's own "
-            f"prompt of all {len(mine)}, so the gap is 0 everywhere: show it more than the student sees, e.g. {{answer}}"
+            f"teacher.source = {source!r} has the student's weights, and what [teacher] says makes the student's own prompt of "
+            f"all {len(mine)}, so the gap is 0: show it more than the student sees, e.g. teacher.user with {{answer}}"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from iwopd.algo.evidence import FURTHER
 from iwopd.config import Config, TeacherSource
 from iwopd.config.engines import AUTO, STUDENT
+from iwopd.errors import ConfigError
 from iwopd.models import ModelError, ModelSource, brings_tokenizer, load_configs, load_tokenizer
 from iwopd.rollout.horizons import Horizon
 from iwopd.train.refusals import Refused
@@ -46,9 +47,24 @@ def teacher_tokenizer(config: Config, section: str, tokenizer: Any, model: Model
         if model is not None and section != TEACHER:  # of the first one the doctor says it
             check_same_tokenizer(tokenizer, model, trust_remote_code=trust)
         return None
-    if setting != AUTO:
-        return load_tokenizer(setting, trust_remote_code=trust)
-    return None if model is None else read_files(model, trust)[0]
+    own = None if model is None else read_files(model, trust)[0]
+    return own if setting == AUTO else named_tokenizer(config, section, own)
+
+
+def named_tokenizer(config: Config, section: str, own: Any) -> Any:
+    """The one that the settings name; `own`: what a teacher in this process brings, whose ids the named one must write."""
+    source = sections(config)[section]
+    named = load_tokenizer(source.tokenizer, trust_remote_code=config.models.trust_remote_code)
+    if own is None or source.urls:
+        return named
+    agreement = compare_vocabularies(named, own)
+    if not agreement.same:
+        raise ConfigError(
+            f"{section}.tokenizer is {source.tokenizer!r}, but the teacher is loaded here and brings another one "
+            f"({len(agreement.wrong):,} of {agreement.ids:,} ids differ), so it would read other text than was written: leave "
+            f"{section}.tokenizer out, it is for servers whose model cannot be read here"
+        )
+    return named
 
 
 def foreign_refuses(config: Config, foreign: Collection[str]) -> Iterator[Refused]:

@@ -11,12 +11,12 @@ from typing import Any
 from iwopd import tiny
 from iwopd.config import Config
 from iwopd.config.engines import AUTO, STUDENT
-from iwopd.errors import UserError
-from iwopd.models import ModelError, ModelSource, load_tokenizer
+from iwopd.errors import ConfigError, UserError
+from iwopd.models import ModelError, ModelSource
 from iwopd.tiny.world import max_response_tokens
 from iwopd.train.loading import reference_source, source_of, world_recipe
 from iwopd.train.prompts import prompt_order
-from iwopd.train.tokenizers import is_path, read_files
+from iwopd.train.tokenizers import TEACHER, is_path, named_tokenizer, read_files
 from iwopd.types import Prompt
 from iwopd.vocabulary import compare_vocabularies
 
@@ -122,10 +122,12 @@ def _fewer(config: Config) -> Config:
 def _with_tokenizer(teacher: Member, config: Config) -> Member:
     """The teacher with the tokenizer that the settings name."""
     try:
-        own = load_tokenizer(config.teacher.tokenizer, trust_remote_code=config.models.trust_remote_code)
+        named = named_tokenizer(config, TEACHER, teacher.tokenizer)
     except ModelError as error:
         return replace(teacher, problem=f"teacher.tokenizer: {error}")
-    return replace(teacher, tokenizer=own, problem="" if teacher.elsewhere else teacher.problem)
+    except ConfigError as error:
+        return replace(teacher, problem=str(error))
+    return replace(teacher, tokenizer=named, problem="" if teacher.elsewhere else teacher.problem)
 
 
 def read_member(name: str, source: ModelSource, trust_remote_code: bool, elsewhere: bool) -> Member:

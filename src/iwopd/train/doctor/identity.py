@@ -24,7 +24,8 @@ def check_files(case: Case) -> Iterator[Finding]:
             message = f"the {member.name} {member.source} was not checked: {problem}"
             yield warning("files", message, "run the doctor where the hub can be reached, or give a local folder")
         else:
-            yield failure("files", f"{member.name}: {problem}", f"correct models.{member.name}")
+            setting = "teacher.tokenizer" if problem.startswith("teacher.tokenizer") else f"models.{member.name}"
+            yield failure("files", f"{member.name}: {problem}", f"correct {setting}")
     if case.student.tokenizer is None and not case.student.problem:
         message = f"the student {case.student.source} has no tokenizer"
         yield failure("files", message, "put its tokenizer files next to its weights")

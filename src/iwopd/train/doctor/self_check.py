@@ -28,7 +28,10 @@ from iwopd.errors import UserError
 from iwopd.models import load_configs
 from iwopd.stages import StageListener
 from iwopd.teacher.errors import TeacherError
+from iwopd.teacher.foreign import ForeignScorer
 from iwopd.teacher.local import LocalScorer
+from iwopd.teacher.prompted import PromptedScorer
+from iwopd.teacher.router import RoutedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.teacher.server import ServerScorer
 from iwopd.teacher.serving import TeacherServer
@@ -171,7 +174,11 @@ def _check_losses(config: Config, parts: Parts, rollouts: Sequence[Rollout], ste
         return
     losses = [_loss(config, replace(parts, teacher_scorer=scorer), mine, step) for scorer in (parts.teacher_scorer, copy)]
     (served, scale), (here, _) = losses
-    half = copy.half or parts.student_scorer.half or config.models.teacher_dtype not in (None, "float32")
+    half = (
+        any(one.lm.half for one in copy.local("copy").values())
+        or parts.student_scorer.half
+        or config.models.teacher_dtype not in (None, "float32")
+    )
     limit = TOLERANCE_HALF if half else TOLERANCE
     words = f"from the server's scores {served:.6g}, from those of {config.models.teacher or 'the teacher'} here {here:.6g}"
     if abs(served - here) <= limit * max(1.0, scale):
@@ -181,20 +188,25 @@ def _check_losses(config: Config, parts: Parts, rollouts: Sequence[Rollout], ste
         yield failure("self loss", f"the loss differs: {words}: {why}", REMEDY)
 
 
-def _copy_of_teacher(config: Config, parts: Parts) -> tuple[LocalScorer | None, str]:
-    """On the CPU, and only if its files are here and there is room; else why not."""
+def _copy_of_teacher(config: Config, parts: Parts) -> tuple[Scorer | None, str]:
+    """On the CPU, with the prompts and ids that the first teacher sees, if its files are here and there is room; else why not."""
     source = source_of(config, "teacher", planned_world(config))
     if source is None or not source.is_local:
         return None, "its files are not on this machine (models.teacher may name a folder)"
-    if config.teacher.system is not None or config.teacher.user is not None:
-        return None, "the teacher sees prompts of its own"
     shape = ModelShape.of(load_configs(source, trust_remote_code=config.models.trust_remote_code)[0])
     size = shape.count.total * DTYPE_BYTES[config.models.teacher_dtype or config.models.dtype]
     free = main_memory()
     if free is not None and size > MEMORY_SHARE * free:
         return None, f"it would take {gigabytes(size)} and {gigabytes(free)} are free"
     model = load_teacher(config, source, torch.device("cpu"))
-    scorer = LocalScorer(model, vocab_size=len(parts.tokenizer), head_precision=config.head_products)
+    first = parts.teacher_scorer
+    first = first.teachers[None] if isinstance(first, RoutedScorer) else first
+    ids = first.reader.ids if isinstance(first, ForeignScorer) else len(parts.tokenizer)
+    scorer: Scorer = LocalScorer(model, vocab_size=ids, head_precision=config.head_products)
+    if isinstance(first, ForeignScorer):
+        scorer = ForeignScorer(scorer, first.reader)
+    elif isinstance(first, PromptedScorer):
+        scorer = PromptedScorer(scorer, first.change)
     check_heads({"copy": scorer}, parts.order.prompts)
     return scorer, ""
 
