@@ -188,6 +188,8 @@ def test_the_doctor_shows_prompts_and_says_what_is_wrong(pair: dict[str, Any], t
     said = lines(choose(pair, "mask", data=plain), tmp_path)
     assert any("has no thinking mode: answers may have no thinking blocks" in line for line in said)
     assert any("gives 'enable_thinking', which the chat template does not ask for. It knows no names" in line for line in said)
+    said = lines(choose(pair, "mask", data={**plain, "prefill": "<think>1"}), tmp_path)
+    assert not any(line.startswith("warn  thinking") for line in said)  # the prefill opens a block
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,8 @@ class Parts:
     """Local teachers that leave the accelerator when they have scored."""
     caches: Sequence[CachedScorer] = ()
     """Teachers whose scores are kept on disk."""
+    foreign: Foreign = field(default_factory=dict)
+    """Tokenizers of teachers whose ids mean something else than the student's."""
 
     def __enter__(self) -> Parts:
         return self
@@ -247,6 +249,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
             thinking=ThinkingTokens.of(config, tokenizer),
             offloaded=offloaded,
             caches=caches_of(teacher_scorer),
+            foreign=foreign,
         )
     except BaseException:
         engine.close()

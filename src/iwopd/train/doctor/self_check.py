@@ -188,7 +188,7 @@ def _check_losses(config: Config, parts: Parts, rollouts: Sequence[Rollout], ste
 
 
 def _copy_of_teacher(config: Config, parts: Parts) -> tuple[Scorer | None, str]:
-    """On the CPU, with the prompts and ids that the first teacher sees, if its files are here and there is room; else why not."""
+    """On the CPU, with the prompts and ids that the teacher sees, if its files are here and there is room; else why not."""
     source = source_of(config, "teacher", planned_world(config))
     if source is None or not source.is_local:
         return None, "its files are not on this machine (models.teacher may name a folder)"
