@@ -102,7 +102,7 @@ def _given_step(config: Config, parts: Parts, run: RunDirectory, step: int, give
     if not others.supervised.any():
         raise TrainingStoppedError(
             f"others wrote all answers of step {step}, and rollout.thinking = {config.rollout.thinking!r} leaves "
-            "nothing of them to train on. Set rollout.thinking = 'keep', or give answers with thinking blocks and a text behind them",
+            "nothing of them to train on. Set rollout.thinking = 'keep', or give answers with a thinking block and a text",
             exit_code=1,
         )
     parts.rest_teachers()
