@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from iwopd.config import make_config
 from iwopd.errors import ConfigError
-from iwopd.models import load_model
+from iwopd.models import load_model, load_tokenizer
 from iwopd.report.token_columns import TokenTable, pack_rollout
 from iwopd.runs.directory import RunDirectory
 from iwopd.teacher.cached import CachedScorer
@@ -178,3 +178,29 @@ def test_the_self_check_of_a_served_teacher_compares_with_a_copy_that_reads_the_
             found = {one.check: one for one in examine_pipeline(config, parts)}
     assert found["self loss"].level == "pass", found["self loss"].message
     assert "the loss is the same" in found["self loss"].message
+
+
+OWN_TEMPLATE = "{% for m in messages %}Q: {{ m['content'] }}{% if hint %} ({{ hint }}){% endif %} A:{% endfor %}"
+
+
+def test_prompts_are_shown_as_the_teacher_sees_them(pair: dict[str, Any], tmp_path: Path) -> None:
+    """Its own template, or the file that the settings name: also for a tokenizer that has none."""
+    bare, file = tmp_path / "bare", tmp_path / "own.jinja"
+    tokenizer = load_tokenizer(pair["models"]["teacher"])
+    tokenizer.chat_template = None
+    load_model(pair["models"]["teacher"]).save_pretrained(bare)
+    tokenizer.save_pretrained(bare)
+    file.write_text(OWN_TEMPLATE)
+    own = {"chat_template": str(file), "chat_template_kwargs": {"hint": "short"}}
+    config = make_config({**pair, "steps": 1, "models": {**pair["models"], "teacher": str(bare)}, "teacher": own, "eval": {}})
+    found = list(examine_recipe(config, tmp_path / "run"))
+    assert [one.message for one in found if one.level == "fail"] == []
+    assert not [one for one in found if one.check == "template names"]
+    [said, *_] = [one.message for one in found if one.check == "rendering"]
+    assert "; the teacher's: 28 ids, 'Q: What is 0 plus 3? (short) A:'" in said
+    run_training(config, tmp_path / "run", doctor=False)
+    shown = json.loads((tmp_path / "run" / "prompts.json").read_text())["examples"][0]
+    assert shown["teacher"]["text"] == "Q: What is 0 plus 3? (short) A:"
+    without = make_config({**pair, "models": {**pair["models"], "teacher": str(bare)}})
+    [lacking] = [one for one in examine_recipe(without, tmp_path / "run") if one.check == "chat template"]
+    assert (lacking.level, "teacher.chat_template" in lacking.remedy) == ("fail", True)

@@ -188,6 +188,8 @@ def test_the_doctor_shows_prompts_and_says_what_is_wrong(pair: dict[str, Any], t
     said = lines(choose(pair, "mask", data=plain), tmp_path)
     assert any("has no thinking mode: answers may have no thinking blocks" in line for line in said)
     assert any("gives 'enable_thinking', which the chat template does not ask for. It knows no names" in line for line in said)
+    said = lines(choose(pair, "mask", data={**plain, "prefill": "<think>1"}), tmp_path)
+    assert not any(line.startswith("warn  thinking") for line in said)  # the prefill opens a block
 
 
 @pytest.mark.parametrize(
@@ -224,3 +226,20 @@ def test_defaults_render_as_ever(pair: dict[str, Any]) -> None:
         assert parts.thinking is None
         evidence = score_step(config, parts, write_rollouts(config, parts, 1), 1).evidence
         assert torch.equal(evidence.mask, evidence.old_logprobs != 0)
+
+
+@pytest.mark.parametrize(("thinking", "taught"), [("keep", 6), ("mask", 3), ("only", 3)])
+def test_answers_of_others_are_masked_like_the_students(
+    pair: dict[str, Any], tmp_path: Path, thinking: str, taught: int
+) -> None:
+    records = [json.loads(line) for line in Path(pair["data"]["prompts"]).read_text().splitlines()]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({**one, "solution": "12</think>34"}) + "\n" for one in records))
+    mix = {"share": 1.0, "field": "solution"}
+    config = choose(pair, thinking, data={**pair["data"], "prompts": str(file)}, rollout={"mix": mix})
+    with assemble(config, lambda _: None) as parts:
+        stats = take_step(config, parts, RunDirectory(tmp_path / "run"), 1)
+    assert stats.tokens == 16 * taught  # the prompt has opened the block: 1, 2, its end; 3, 4, the end of the answer
+    assert stats.metrics["mix/token_share"] == 1
+    assert stats.loss == pytest.approx(stats.metrics["mix/loss"])
+    assert stats.loss == pytest.approx(-stats.metrics["mix/logprob"])

@@ -51,7 +51,7 @@ from iwopd.train.ranks import Ranks, launched
 from iwopd.train.reward import Rewards, reward_refuses
 from iwopd.train.teacher_cache import caches_of
 from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
-from iwopd.train.thinking import ThinkingTokens
+from iwopd.train.thinking import ThinkingTokens, teaching_tokens
 from iwopd.train.tokenizers import TEACHER, Foreign, foreign_refuses, foreign_tokenizers, token_ratio
 from iwopd.types import Prompt
 from iwopd.vocabulary import check_vocabulary
@@ -135,12 +135,13 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     learner = Learner(student_scorer.lm, config.optim, objective, ranks, whole, mixed_loss(config), average)
     check_training_mode(student_scorer.lm, order.prompts)
     stops = stop_ids(tokenizer, student) | frozenset(tokenizer.convert_tokens_to_ids(config.rollout.stop_tokens))
-    others = None
+    others, thinking = None, ThinkingTokens.of(config, tokenizer)
     if config.rollout.mix.active:
         author = build_author(config, student_chat(config, tokenizer), order.prompts, stops, max_tokens, teacher_scorer, ranks)
         kept = keeps_others_states(objective, own=states, again=again, most=most, ranks=ranks.count)
         of_data = author.fingerprint(order.prompts) if isinstance(author, DataAuthor) else ""
-        others = Others(config.rollout.mix, config.seed, author, mix_needs_states(config) and kept, of_data)
+        whose = mix_needs_states(config) and kept
+        others = Others(config.rollout.mix, config.seed, author, whose, teaching_tokens(config, thinking), of_data)
     # Last, because it may start processes: whatever fails before leaves nothing open.
     engine = _open_engine(config, student, tokenizer, longest, ranks)
 
@@ -169,9 +170,10 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
             followed=followed_for(wanted, keeps=teacher_scorer.whole_distribution is not None and most_states <= KEPT_STATES),
             rewards=rewards,
             others=others,
-            thinking=ThinkingTokens.of(config, tokenizer),
+            thinking=thinking,
             offloaded=offloaded,
             caches=caches_of(teacher_scorer),
+            foreign=foreign,
         )
     except BaseException:
         engine.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from iwopd.config import Config, TeacherSource
 from iwopd.data.chat import THINKING_OFF, Chat, ChatError, Rendering
-from iwopd.data.teacher_view import PromptTemplate, teacher_prompt
+from iwopd.data.teacher_view import PromptTemplate, foreign_prompt, teacher_prompt
 from iwopd.types import Prompt
 
 EXAMPLE = [{"role": "user", "content": "1+2"}]
@@ -51,6 +51,17 @@ def teacher_view(config: Config, source: TeacherSource, tokenizer: Any) -> Calla
     if source.system is None and source.user is None and chat.renders_like(student_chat(config, tokenizer)):
         return None
     return teacher_prompt(chat, PromptTemplate(source.system, source.user))
+
+
+def seen_by_teacher(config: Config, tokenizer: Any, prompt: Prompt, foreign: Mapping[str, Any]) -> Prompt | None:
+    """A prompt as its teacher sees it; None: as the student does. `foreign`: tokenizers that differ, by section."""
+    source = teacher_source(config, prompt)
+    section = "teacher" if source is config.teacher else f"teacher.others.{prompt.teacher}"
+    if (other := foreign.get(section)) is not None:
+        chat = teacher_chat(config, source, other, foreign=True)
+        return foreign_prompt(chat, PromptTemplate(source.system, source.user))(prompt)
+    view = teacher_view(config, source, tokenizer)
+    return view(prompt) if view is not None and "messages" in prompt.metadata else None
 
 
 def check_chats(config: Config, tokenizer: Any) -> None:

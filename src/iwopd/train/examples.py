@@ -9,25 +9,32 @@ from typing import Any
 
 from iwopd.config import Config
 from iwopd.filesystem import write_atomic
-from iwopd.train.chats import student_chat, teacher_source, teacher_view
+from iwopd.train.chats import seen_by_teacher, student_chat
 from iwopd.types import Prompt
 
 COUNT = 3
 FILE = "prompts.json"
+NONE: Mapping[str, Any] = {}
 
 
-def rendered_examples(config: Config, tokenizer: Any, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """The first few prompts with their texts and numbers of ids; the teacher's, too, where it sees another one."""
+def rendered_examples(
+    config: Config, tokenizer: Any, prompts: Sequence[Prompt], foreign: Mapping[str, Any] = NONE
+) -> list[dict[str, Any]]:
+    """The first few prompts with their texts and numbers of ids; the teacher's, too, where it sees another one.
+
+    `foreign`: tokenizers of teachers whose ids mean something else, by section.
+    """
     found: list[dict[str, Any]] = []
     for prompt in prompts[:COUNT]:
         found.append({"id": prompt.id, **_shown(prompt)})
-        view = teacher_view(config, teacher_source(config, prompt), tokenizer)
-        if view is not None and "messages" in prompt.metadata:
-            found[-1]["teacher"] = _shown(view(prompt))
+        if (seen := seen_by_teacher(config, tokenizer, prompt, foreign)) is not None:
+            found[-1]["teacher"] = _shown(seen)
     return found
 
 
-def keep_examples(folder: Path, config: Config, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
+def keep_examples(
+    folder: Path, config: Config, tokenizer: Any, prompts: Sequence[Prompt], foreign: Mapping[str, Any] = NONE
+) -> None:
     """Write them into the run directory, with the template that made them; a resumed run keeps what it began with."""
     if (folder / FILE).exists():
         return
@@ -35,7 +42,7 @@ def keep_examples(folder: Path, config: Config, tokenizer: Any, prompts: Sequenc
     if config.models.world is None:
         chat = student_chat(config, tokenizer)
         about = {"chat_template": chat.own_template, "chat_template_kwargs": dict(chat.kwargs), "prefill": chat.prefill}
-    whole = {**about, "examples": rendered_examples(config, tokenizer, prompts)}
+    whole = {**about, "examples": rendered_examples(config, tokenizer, prompts, foreign)}
     write_atomic(folder / FILE, json.dumps(whole, indent=2, ensure_ascii=False, default=str) + "\n")
 
 

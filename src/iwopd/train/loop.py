@@ -99,6 +99,12 @@ def _given_step(config: Config, parts: Parts, run: RunDirectory, step: int, give
     old = look(parts.student_scorer, parts.ranks, given.rollouts) if forward is None else forward.scores
     others = parts.others.score(given, old, parts.teacher_scorer, parts.ranks)
     assert others is not None
+    if not others.supervised.any():
+        raise TrainingStoppedError(
+            f"others wrote all answers of step {step}, and rollout.thinking = {config.rollout.thinking!r} leaves "
+            "nothing of them to train on. Set rollout.thinking = 'keep', or give answers with a thinking block and a text",
+            exit_code=1,
+        )
     parts.rest_teachers()
     clock.lap("teacher")
     batch, columns = others.join(None), others.columns({})

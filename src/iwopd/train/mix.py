@@ -58,6 +58,8 @@ class Others:
     author: Author
     states: bool = False
     """The teacher's hidden states are kept from its scores to the loss."""
+    teaches: Callable[[Rollout], Tensor] | None = None
+    """[T] bool: which tokens of an answer are trained on (`rollout.thinking`); None: all."""
     fingerprint: str = ""
     """Of answers that a data set brings: shows whether a resumed run has the same."""
 
@@ -93,7 +95,8 @@ class Others:
             teacher_logprobs=lp_t,
             teacher_states=states,
         )
-        return ScoredOthers(batch, given)
+        taught = [torch.ones(len(one), dtype=torch.bool) if self.teaches is None else self.teaches(one) for one in rollouts]
+        return ScoredOthers(batch, given, torch.cat(taught))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +105,8 @@ class ScoredOthers:
 
     batch: TokenBatch
     given: Given
+    supervised: Tensor
+    """[N] bool: the tokens that are trained on."""
 
     def join(self, own: TokenBatch | None) -> TokenBatch:
         """What the learner reads of a batch, the student's rollouts first."""
@@ -124,7 +129,7 @@ class ScoredOthers:
         """The columns [N] of the student's tokens, followed by those of others: 0 in what is not theirs."""
         count, taught = len(self.batch.response_ids), own.get("supervised", torch.zeros(0, dtype=torch.bool))
         found = {name: self.follow(values) for name, values in own.items()}
-        found["supervised"] = torch.cat([taught, torch.ones(count, dtype=torch.bool)])
+        found["supervised"] = torch.cat([taught, self.supervised])
         found[OTHERS] = torch.cat([torch.zeros(len(taught), dtype=torch.bool), torch.ones(count, dtype=torch.bool)])
         if (states := self.batch.teacher_states) is not None:
             before = own[STATES] if STATES in own else states.new_zeros(len(taught), *states.shape[1:])
@@ -142,13 +147,13 @@ def mix_metrics(given: Given, others: ScoredOthers | None, prompts: int, update:
     found = {"mix/share": answers / max(1, answers + prompts), "mix/too_long": given.too_long}
     if others is None:
         return {**found, "mix/token_share": 0.0, "mix/loss": math.nan, "mix/logprob": math.nan}
-    tokens = len(others.batch.response_ids)
+    tokens, taught = len(others.batch.response_ids), others.supervised
     assert isinstance(update.stats, MixtureStats)
     return {
         **found,
-        "mix/token_share": tokens / max(1, update.tokens),
+        "mix/token_share": int(taught.sum()) / max(1, update.tokens),
         "mix/loss": update.stats.others_mean,
-        "mix/logprob": float(others.batch.old_logprobs.double().mean()),
+        "mix/logprob": float(others.batch.old_logprobs[taught].double().mean()),
         "mix/length_mean": tokens / answers,
         "mix/truncated": sum(rollout.stop_reason == "length" for rollout in rollouts) / answers,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from iwopd.algo.objectives import OF_OTHERS, Objective, needs_distributions
@@ -22,6 +22,7 @@ from iwopd.train.mix import Others
 from iwopd.train.ranks import Ranks
 from iwopd.train.reward import Rewards
 from iwopd.train.thinking import ThinkingTokens
+from iwopd.train.tokenizers import Foreign
 
 
 @dataclass
@@ -63,6 +64,8 @@ class Parts:
     """Local teachers that leave the accelerator when they have scored."""
     caches: Sequence[CachedScorer] = ()
     """Teachers whose scores are kept on disk."""
+    foreign: Foreign = field(default_factory=dict)
+    """Tokenizers of teachers whose ids mean something else than the student's."""
 
     def __enter__(self) -> Parts:
         return self

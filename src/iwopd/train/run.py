@@ -81,7 +81,7 @@ def _train(
                     run.check_resume(config, data, allow_changes=allow_changes)
                 else:
                     run.create(config, data)
-                keep_examples(run.path, config, parts.tokenizer, parts.order.prompts)
+                keep_examples(run.path, config, parts.tokenizer, parts.order.prompts, parts.foreign)
 
         parts.ranks.together(open_directory)  # the others wait for it
         store = CheckpointStore(run.checkpoints, keep=config.checkpoint.keep, notify=messages.append)

@@ -6,7 +6,7 @@ that holds any part of a block, tags included, belongs to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,14 @@ class ThinkingTokens:
             first, last = (len(text[:place].encode(errors="surrogateescape")) for place in span)
             found |= (starts < last) & (ends > first)
         return found
+
+
+def teaching_tokens(config: Config, thinking: ThinkingTokens | None) -> Callable[[Rollout], Tensor] | None:
+    """From an answer to its tokens that `rollout.thinking` lets teach, [T] bool; None: all."""
+    choice = config.rollout.thinking
+    if choice == "keep" or thinking is None:
+        return None
+    return lambda rollout: thinking.mask(rollout) if choice == "only" else ~thinking.mask(rollout)
 
 
 def thinking_mask(config: Config, thinking: Sequence[Tensor] | None) -> Tensor | None:

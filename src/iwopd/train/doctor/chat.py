@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from iwopd.data.chat import THINKING, Chat, ChatError
+from iwopd.data.thinking import TAG
 from iwopd.train.chats import EXAMPLE, student_chat, student_rendering, teacher_chat, unrenderable
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
 from iwopd.train.examples import rendered_examples
+from iwopd.train.tokenizers import TEACHER
 
 COMPARED = 16
 """Prompts that are also tokenised with the teacher's tokenizer."""
@@ -52,11 +54,11 @@ def check_template(case: Case) -> Iterator[Finding]:
     own = None if teacher is None else replace(teacher_chat(config, config.teacher, teacher, foreign=True), template=None)
     theirs = None if own is None else _rendered(own)
     if case.foreign:
-        if theirs is None:
+        if _rendered(teacher_chat(config, config.teacher, teacher, foreign=True)) is None:
             yield failure(
                 "chat template",
                 "the teacher has another tokenizer and no chat template that renders a user message, so it cannot be asked",
-                "give its tokenizer one (chat_template.jinja beside its files), or choose a teacher that was trained on chats",
+                "name a file with one (teacher.chat_template), or choose a teacher that was trained on chats",
             )
         else:
             yield passed("chat template", "student and teacher each see prompts in a format of their own")
@@ -86,7 +88,8 @@ def check_rendering(case: Case) -> Iterator[Finding]:
     if case.data_problem:
         return
     try:
-        found = rendered_examples(case.config, case.student.tokenizer, case.prompts)
+        foreign = {TEACHER: case.teacher.tokenizer} if case.foreign else {}
+        found = rendered_examples(case.config, case.student.tokenizer, case.prompts, foreign)
     except ChatError as error:
         yield failure("rendering", str(error), "correct [teacher], or leave its prompt out")
         return
@@ -104,6 +107,9 @@ def _names(case: Case, chat: Chat) -> Iterator[Finding]:
         "eval": (config.eval.chat_template_kwargs, chat),
         **{place: (one.chat_template_kwargs, teacher_chat(config, one, tokenizer)) for place, one in teachers.items()},
     }
+    if case.foreign:
+        own = teacher_chat(config, config.teacher, case.teacher.tokenizer, foreign=True)
+        given[TEACHER] = (config.teacher.chat_template_kwargs, own)
     for place, (kwargs, used) in given.items():
         if unknown := [name for name in kwargs if not used.asks_for(name)]:
             knows = f"it knows {listed(sorted(used.known))}" if used.known else "it knows no names"
@@ -127,7 +133,8 @@ def _thinking(case: Case, chat: Chat) -> Iterator[Finding]:
         state = "no thinking mode"
     choice = case.config.rollout.thinking
     without = state == "no thinking mode" and not chat.has_thinking
-    if choice != "keep" and (without or (on != off and not chat.kwargs.get(THINKING))):
+    begun = TAG.search(chat.prefill) is not None
+    if choice != "keep" and not begun and (without or (on != off and not chat.kwargs.get(THINKING))):
         switch_on = "" if without else ", or data.chat_template_kwargs = {enable_thinking = true}"
         message = f"rollout.thinking is {choice!r}, but the student's template has {state}: answers may have no thinking blocks"
         yield warning("thinking", message, f"set rollout.thinking = 'keep'{switch_on}")
