@@ -17,7 +17,7 @@ from iwopd.cli import main
 from iwopd.config import make_config
 from iwopd.models import ModelSource
 from iwopd.teacher.scorer import ScoringPath
-from iwopd.train.assembly import Parts, assemble
+from iwopd.train.assembly import assemble
 from iwopd.train.doctor import check_echo, examine_models, examine_recipe, machine, own_logprobs, working
 from iwopd.train.doctor.case import Member, open_case
 from iwopd.train.doctor.chat import check_template
@@ -26,6 +26,7 @@ from iwopd.train.doctor.identity import check_files, check_special_tokens, check
 from iwopd.train.doctor.machine import check_packages, check_processor
 from iwopd.train.doctor.resources import check_resources
 from iwopd.train.doctor.working import check_sampler, known_rollouts
+from iwopd.train.parts import Parts
 from iwopd.types import Rollout
 from mismatched import MISMATCHES, healthy
 from models import make_model, save_pair

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from iwopd.config import Config, make_config
 from iwopd.teacher.local import LocalScorer
-from iwopd.train.assembly import Parts, assemble
+from iwopd.train.assembly import assemble
 from iwopd.train.doctor import examine_models
 from iwopd.train.doctor.findings import Finding
 from iwopd.train.doctor.noise import check_noise, measure_noise
 from iwopd.train.doctor.working import known_rollouts
+from iwopd.train.parts import Parts
 from iwopd.train.run import run_training
 from iwopd.types import Rollout
 from models import save_pair

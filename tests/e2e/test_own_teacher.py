@@ -23,8 +23,9 @@ from iwopd.config import ConfigError, make_config
 from iwopd.runs.directory import RunDirectory
 from iwopd.teacher.prompted import PromptedScorer
 from iwopd.tiny import build_tokenizer
-from iwopd.train.assembly import Parts, assemble
+from iwopd.train.assembly import assemble
 from iwopd.train.loop import take_step
+from iwopd.train.parts import Parts
 from iwopd.train.run import run_training
 from iwopd.train.scoring import loss_columns, score_step, write_rollouts
 from models import make_model

@@ -19,11 +19,12 @@ from iwopd.config import Config, make_config
 from iwopd.stages import StageListener
 from iwopd.teacher.own_dialect import OwnDialect
 from iwopd.teacher.vllm_dialect import VllmDialect
-from iwopd.train.assembly import Parts, assemble
+from iwopd.train.assembly import assemble
 from iwopd.train.doctor import examine_pipeline
 from iwopd.train.doctor.findings import Finding
 from iwopd.train.learner import Learner
 from iwopd.train.micro_batch import MicroBatchLoss
+from iwopd.train.parts import Parts
 from models import save_pair
 from served_teacher import served
 

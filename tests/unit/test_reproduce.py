@@ -103,7 +103,8 @@ def probe(fall: float) -> Probe:
     return Probe(iwopd="0", student="s", teacher="t", settings={}, rollouts=about, handoff=handoff)
 
 
-def test_every_item_has_a_section(runs: Runs) -> None:
+def test_every_item_has_a_section(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizers, "teacher_accuracy", lambda *_: 99.0)
     for item in ITEMS.values():
         for place, variant in enumerate(item.trained(runs.world)):
             write_run(runs, variant, 0.3 + 0.02 * place)
@@ -116,6 +117,7 @@ def test_every_item_has_a_section(runs: Runs) -> None:
         "divergences",
         "thresholds",
         "horizons",
+        "tokenizers",
     ]
     for lineage in runs.lineages:
         runs.noise_file(lineage).write_text(json.dumps({one.title: [2.0, 1.0, 16] for one in ITEMS["objectives"].noise_of}))

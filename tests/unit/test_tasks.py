@@ -18,7 +18,7 @@ from iwopd.eval.catalog import MATH_SUFFIX, TASKS, find_task, load_task
 from iwopd.eval.checkers import exact_checker, math_checker
 from iwopd.eval.problems import TaskError
 from iwopd.tiny import build_tokenizer
-from iwopd.train.assembly import load_tasks
+from iwopd.train.prompts import load_tasks
 from iwopd.types import Prompt
 from models import byte_tokenizer
 from shared_data import shared

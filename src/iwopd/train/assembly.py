@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,27 +15,20 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
 
 from iwopd import tiny
-from iwopd.algo.objectives import OF_OTHERS, Objective, needs_distributions
-from iwopd.algo.views import Wanted
 from iwopd.config import Config, ConfigError
-from iwopd.data.prompts import DataError, MixedOrder, PromptOrder, load_prompts
-from iwopd.data.sets import LoadedPrompts, load_set, prompt_set
-from iwopd.eval.catalog import find_task, load_task
-from iwopd.eval.task import Task, one_by_one
 from iwopd.lm import Context, HeadCheck, ResponseModel, Sequences
 from iwopd.models import ModelSource, load_tokenizer, stop_ids
 from iwopd.rollout.engine import ENGINES, Engine, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rope import fix_rope
-from iwopd.teacher.cached import CachedScorer
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.offload import OffloadedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.attention import flash_refuses
 from iwopd.train.authors import DataAuthor, build_author
 from iwopd.train.average import Average
-from iwopd.train.chats import check_chats, eval_rendering, student_chat
+from iwopd.train.chats import check_chats, student_chat
 from iwopd.train.horizon import check_following, horizon_refuses
 from iwopd.train.kept_states import KEPT_STATES, followed_for, keeps_others_states, keeps_states
 from iwopd.train.learner import Learner
@@ -53,6 +45,8 @@ from iwopd.train.loading import (
 from iwopd.train.micro_batch import Distributions
 from iwopd.train.mix import Others, mix_needs_states, mixed_loss
 from iwopd.train.own_weights import own_weights
+from iwopd.train.parts import Parts
+from iwopd.train.prompts import load_tasks, prompt_order
 from iwopd.train.ranks import Ranks, launched
 from iwopd.train.reward import Rewards, reward_refuses
 from iwopd.train.teacher_cache import caches_of
@@ -69,77 +63,6 @@ TRAINING = 1e-3
 """Largest difference of log-probs between training and eval mode."""
 TRAINING_HALF = 5e-2
 """The same in half precision, where the modes may take different kernels."""
-
-
-@dataclass
-class Parts:
-    """What the loop works with. A context manager: leaving it closes the engine."""
-
-    tokenizer: Any
-    student: Any
-    order: PromptOrder | MixedOrder
-    objective: Objective
-    sampler: Sampler
-    eval_samplers: dict[str, Sampler]
-    """By task."""
-    student_scorer: LocalScorer
-    teacher_scorer: Scorer
-    reference_scorer: Scorer | None
-    learner: Learner
-    heads: dict[str, HeadCheck]
-    """Of every model in this process, by name."""
-    tasks: list[Task]
-    ranks: Ranks
-    engine: Engine
-    """Shared by the samplers."""
-    max_response: int
-    """Most tokens of a rollout."""
-    score_early: bool
-    """The teacher scores finished answers while others are being written."""
-    teacher_wanted: Wanted
-    """What it is asked for beside log-probs."""
-    followed: Wanted
-    """The same of a teacher that follows answers: which ids the student finds likeliest is not known yet."""
-    rewards: Rewards | None = None
-    """Who judges the rollouts; None: nobody."""
-    others: Others | None = None
-    """Who answers some of the prompts instead of the student; None: nobody."""
-    thinking: ThinkingTokens | None = None
-    """Finds the thinking blocks of rollouts; None: nobody asks."""
-    offloaded: Sequence[OffloadedScorer] = ()
-    """Local teachers that leave the accelerator when they have scored."""
-    caches: Sequence[CachedScorer] = ()
-    """Teachers whose scores are kept on disk."""
-    foreign: Foreign = field(default_factory=dict)
-    """Tokenizers of teachers whose ids mean something else than the student's."""
-
-    def __enter__(self) -> Parts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.close()
-
-    @property
-    def needs_output_matrix(self) -> str | None:
-        """Why log-probs of the written tokens are not enough for the loss; None if they are."""
-        mix = self.others and self.others.settings
-        of_mix = f"rollout.mix.objective = {mix.objective!r}" if mix and needs_distributions(OF_OTHERS[mix.objective]) else None
-        return self.objective.needs_output_matrix or of_mix
-
-    def data_fingerprint(self) -> str:
-        """Shows whether a resumed run has the same data."""
-        return self.order.fingerprint() + (self.others.fingerprint if self.others else "")
-
-    def before_writing(self) -> None:
-        """Called by all ranks before they write. An engine elsewhere has one copy of the weights for all: it gets them here."""
-        self.rest_teachers()
-        if self.engine.weights == "elsewhere":
-            self.ranks.together(self.engine.update_weights)
-
-    def rest_teachers(self) -> None:
-        """Called when the teachers have scored: those that are offloaded make room for the student."""
-        for teacher in self.offloaded:
-            teacher.leave()
 
 
 def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener | None = None) -> Parts:
@@ -387,54 +310,3 @@ def _reference_scorer(
     model = load_reference(config, source, accelerator.device)
     check_vocabulary("reference", model, tokenizer)
     return scorer(model, accelerator.autocast)
-
-
-def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> PromptOrder | MixedOrder:
-    """Which prompts each step gets, from the world, the one file, or the sets."""
-    per_step = config.rollout.prompts_per_step
-    if world is not None:
-        return PromptOrder(world.prompts(config.data.train_size), per_step, config.seed)
-    loaded = training_sets(config, tokenizer)
-    for item in loaded:
-        if item.too_long or item.filtered or item.duplicates or len(loaded) > 1:
-            notify(item.summary(config.data.max_prompt_tokens))
-    if len(loaded) == 1:
-        return PromptOrder(loaded[0].prompts, per_step, config.seed)
-    weighted = [(item, given.weight) for item, given in zip(loaded, config.data.sets, strict=True)]
-    return MixedOrder(weighted, per_step, config.seed)
-
-
-def training_sets(config: Config, tokenizer: Any) -> list[LoadedPrompts]:
-    """The file of `data.prompts`, or every set of `data.sets`, read and rendered."""
-    most, chat = config.data.max_prompt_tokens, student_chat(config, tokenizer)
-    if not config.data.sets:
-        return [load_prompts(Path(str(config.data.prompts)), chat, most)]
-    chosen = [prompt_set(**item.model_dump(exclude_none=True, exclude={"weight"})) for item in config.data.sets]
-    names = [item.name for item in chosen]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"two sets of data.sets are called {twice[0]!r}: give one of them another name")
-    if (field := config.rollout.mix.field) is not None:  # parquet files are read column by column
-        chosen = [replace(item, keep_fields=[*item.keep_fields, field]) for item in chosen]
-    return [load_set(item, chat, most) for item in chosen]
-
-
-def load_tasks(config: Config, world: tiny.World | None, tokenizer: Any, max_tokens: int) -> list[Task]:
-    """What is evaluated in training: the named tasks, or the world's own."""
-    settings = config.eval
-    unread = [name for name in settings.data if name not in settings.tasks]
-    if not settings.prompts:
-        tasks = []
-    elif unread:
-        raise ConfigError(f"eval.data names {unread[0]!r}, which is not among eval.tasks ({', '.join(settings.tasks)})")
-    elif world is not None and not settings.tasks:
-        tasks = [Task("tiny", world.eval_prompts(settings.prompts), one_by_one(world.check))]
-    else:
-        files = {name: Path(path) for name, path in settings.data.items()}
-        how: dict[str, Any] = {"limit": settings.prompts, "rendering": eval_rendering(config)}
-        tasks = [load_task(find_task(name), tokenizer, data=files.get(name), **how) for name in settings.tasks]
-    names = [task.name for task in tasks]
-    if config.checkpoint.best is not None and config.checkpoint.best not in names:
-        raise ConfigError(f"checkpoint.best is {config.checkpoint.best!r}, but the evaluated tasks are {names}")
-    limit = settings.max_tokens or max_tokens
-    samples = settings.samples if settings.temperature else 1
-    return [replace(task, samples=samples, temperature=settings.temperature, max_tokens=limit) for task in tasks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from iwopd.config import Config
-from iwopd.train.refused import Refused
+from iwopd.train.refusals import Refused
 from iwopd.train.teachers import has_local_teacher
 
 

@@ -23,7 +23,7 @@ from iwopd.teacher.prompted import PromptedScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.mix import Author
 from iwopd.train.ranks import Ranks
-from iwopd.train.refused import Refused
+from iwopd.train.refusals import Refused
 from iwopd.types import Prompt, Rollout
 
 TRIED = 256

@@ -11,9 +11,9 @@ from iwopd.eval.runner import evaluate
 from iwopd.eval.task import Task
 from iwopd.runs.directory import RunDirectory
 from iwopd.teacher.errors import TeacherGoneError
-from iwopd.train.assembly import Parts
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.kept import kept_rollouts
+from iwopd.train.parts import Parts
 from iwopd.train.tracking import Tracker
 from iwopd.types import Rollout
 

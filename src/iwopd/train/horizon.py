@@ -14,7 +14,7 @@ from iwopd.rollout.horizons import Drift
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.scorer import Scorer
 from iwopd.train.loading import world_recipe
-from iwopd.train.refused import Refused
+from iwopd.train.refusals import Refused
 from iwopd.types import Piece, Prompt, Rollout, StepStats
 
 MOST_STOPPED, SHORT = 0.95, 1.25

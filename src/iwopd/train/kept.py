@@ -17,8 +17,8 @@ from iwopd.algo.views import TokenScores
 from iwopd.config import Config
 from iwopd.eval.runner import Evaluation
 from iwopd.runs.logs import RunError
-from iwopd.train.assembly import Parts
 from iwopd.train.micro_batch import STATES
+from iwopd.train.parts import Parts
 from iwopd.train.scoring import chosen_ids, evidence_of, pair_kl, scored_rollouts, training_progress
 from iwopd.train.thinking import thinking_mask
 from iwopd.types import TokenBatch

@@ -7,7 +7,6 @@ from signal import Signals
 
 from iwopd.config import Config
 from iwopd.runs.directory import RunDirectory
-from iwopd.train.assembly import Parts
 from iwopd.train.card import model_card
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.evaluation import evaluate_tasks, is_due, keep_best
@@ -18,6 +17,7 @@ from iwopd.train.kept import dump_skipped
 from iwopd.train.metrics import Clock, metrics_without_rollouts, step_metrics
 from iwopd.train.mismatch import check_engine, mismatch_metrics
 from iwopd.train.mix import mix_metrics
+from iwopd.train.parts import Parts
 from iwopd.train.pipeline import look
 from iwopd.train.scoring import loss_columns, score_step, write_rollouts
 from iwopd.train.state import TrainingState, TrainingStoppedError

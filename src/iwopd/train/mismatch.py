@@ -8,7 +8,7 @@ from iwopd import algo
 from iwopd.algo.correction import CORRECTION_THRESHOLD
 from iwopd.config import Config
 from iwopd.errors import UserError
-from iwopd.train.assembly import Parts
+from iwopd.train.parts import Parts
 from iwopd.types import TokenBatch
 
 LIMITS = {"float32": 0.01, "bfloat16": 0.2, "float16": 0.1}

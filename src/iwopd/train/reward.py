@@ -21,7 +21,7 @@ from iwopd.eval.answers import answer_text, check_answers
 from iwopd.eval.checkers import PromptChecker, prompt_checker
 from iwopd.eval.workers import usable_cores
 from iwopd.train.checking import Checking, Judged
-from iwopd.train.refused import Refused
+from iwopd.train.refusals import Refused
 from iwopd.types import Prompt, Rollout, number_prompts
 
 

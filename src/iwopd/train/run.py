@@ -12,12 +12,13 @@ from iwopd.rollout.engine import EngineError
 from iwopd.runs.directory import RunDirectory
 from iwopd.teacher.errors import TeacherError
 from iwopd.trackers import check_trackers
-from iwopd.train.assembly import Parts, assemble
+from iwopd.train.assembly import assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
 from iwopd.train.doctor import Finding, examine_models, examine_recipe, head_findings, refuse
 from iwopd.train.evaluation import keep_best
 from iwopd.train.examples import keep_examples
 from iwopd.train.loop import save, train
+from iwopd.train.parts import Parts
 from iwopd.train.ranks import Ranks, lost_contact
 from iwopd.train.state import TrainingState, TrainingStoppedError
 from iwopd.train.tracking import Tracker

@@ -15,11 +15,11 @@ from iwopd.algo.views import TokenScores
 from iwopd.config import Config
 from iwopd.rollout.horizons import Drift
 from iwopd.teacher.scorer import OutputMatrix
-from iwopd.train.assembly import Parts
 from iwopd.train.given import NOTHING_GIVEN
 from iwopd.train.learner import ForwardPass
 from iwopd.train.micro_batch import STATES
 from iwopd.train.mix import ScoredOthers
+from iwopd.train.parts import Parts
 from iwopd.train.pipeline import Written, look, write_step
 from iwopd.train.reward import StepRewards
 from iwopd.train.state import TrainingStoppedError

@@ -13,7 +13,7 @@ from iwopd.config.engines import AUTO, STUDENT
 from iwopd.errors import ConfigError
 from iwopd.models import ModelError, ModelSource, brings_tokenizer, load_configs, load_tokenizer
 from iwopd.rollout.horizons import Horizon
-from iwopd.train.refused import Refused
+from iwopd.train.refusals import Refused
 from iwopd.types import Prompt
 from iwopd.vocabulary import check_same_tokenizer, compare_vocabularies
 

@@ -20,8 +20,8 @@ from iwopd.data.fields import DataError
 from iwopd.eval.answers import check_answers
 from iwopd.eval.runner import Evaluation
 from iwopd.eval.task import Task
-from iwopd.train.assembly import load_tasks
 from iwopd.train.loading import planned_world
+from iwopd.train.prompts import load_tasks
 from iwopd.types import EvalResult, Prompt
 
 

@@ -19,9 +19,9 @@ from iwopd.data.fields import DataError
 from iwopd.data.prompts import MixedOrder, PromptOrder
 from iwopd.eval.task import Task
 from iwopd.models import load_tokenizer
-from iwopd.train.assembly import prompt_order
 from iwopd.train.chats import student_chat
 from iwopd.train.loading import planned_world, source_of
+from iwopd.train.prompts import prompt_order
 from iwopd.types import Prompt
 
 TRIED = 256

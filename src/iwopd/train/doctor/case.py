@@ -14,8 +14,8 @@ from iwopd.config.engines import AUTO, STUDENT
 from iwopd.errors import ConfigError, UserError
 from iwopd.models import ModelError, ModelSource
 from iwopd.tiny.world import max_response_tokens
-from iwopd.train.assembly import prompt_order
 from iwopd.train.loading import reference_source, source_of, world_recipe
+from iwopd.train.prompts import prompt_order
 from iwopd.train.tokenizers import TEACHER, is_path, named_tokenizer, read_files
 from iwopd.types import Prompt
 from iwopd.vocabulary import compare_vocabularies

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from iwopd.config import Config
 from iwopd.errors import UserError
-from iwopd.train.assembly import Parts
 from iwopd.train.attention import flash_refuses
 from iwopd.train.doctor.case import Case, open_case
 from iwopd.train.doctor.chat import check_rendering, check_template
@@ -22,6 +21,7 @@ from iwopd.train.doctor.resources import check_resources
 from iwopd.train.doctor.tokenizers import check_spans, check_written_spans
 from iwopd.train.doctor.working import check_masks, check_sampler, check_scorers, head_findings, known_rollouts, local_models
 from iwopd.train.horizon import horizon_refuses
+from iwopd.train.parts import Parts
 from iwopd.train.ranks import Launched, launched
 from iwopd.train.reward import reward_refuses
 

@@ -18,10 +18,10 @@ from iwopd.algo.noise import LARGEST_SHARE
 from iwopd.config import Config
 from iwopd.lm import ResponseModel
 from iwopd.teacher.scorer import Scorer, ScoringPath
-from iwopd.train.assembly import Parts
 from iwopd.train.doctor.echo import own_logprobs
 from iwopd.train.doctor.findings import Finding, passed, warning
 from iwopd.train.doctor.float32 import float32_obstacle, in_float32
+from iwopd.train.parts import Parts
 from iwopd.types import Rollout
 
 

@@ -22,9 +22,9 @@ from iwopd.devices import upload
 from iwopd.lm import Sequences
 from iwopd.modes import eval_mode
 from iwopd.own_head import at_temperature
-from iwopd.train.assembly import Parts
 from iwopd.train.doctor.findings import Finding, failure, passed
 from iwopd.train.learner import ForwardPass, Learner, Update
+from iwopd.train.parts import Parts
 from iwopd.train.scoring import ScoredStep, loss_columns
 from iwopd.train.weights import trained
 from iwopd.types import TokenBatch

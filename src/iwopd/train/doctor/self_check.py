@@ -36,7 +36,7 @@ from iwopd.teacher.scorer import Scorer
 from iwopd.teacher.server import ServerScorer
 from iwopd.teacher.serving import TeacherServer
 from iwopd.teacher.serving_model import ServingModel
-from iwopd.train.assembly import Parts, check_heads
+from iwopd.train.assembly import check_heads
 from iwopd.train.doctor.answers import REMEDY, examine_answers
 from iwopd.train.doctor.echo import TOLERANCE, TOLERANCE_HALF
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
@@ -46,6 +46,7 @@ from iwopd.train.doctor.resources import gigabytes, main_memory
 from iwopd.train.loading import load_teacher, planned_world, source_of
 from iwopd.train.memory import ModelShape
 from iwopd.train.memory.run import DTYPE_BYTES
+from iwopd.train.parts import Parts
 from iwopd.train.pipeline import Written
 from iwopd.train.scoring import ScoredStep, loss_columns, score_step
 from iwopd.types import Rollout

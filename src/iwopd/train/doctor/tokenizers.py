@@ -11,9 +11,9 @@ from itertools import zip_longest
 
 from iwopd.data.chat import ChatError
 from iwopd.teacher.foreign import LEAST_KNOWN, MEASURED, Coverage, Reader
-from iwopd.train.assembly import Parts
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
+from iwopd.train.parts import Parts
 from iwopd.train.teachers import foreign_reader
 from iwopd.types import Prompt, Rollout
 

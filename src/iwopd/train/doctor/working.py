@@ -10,9 +10,9 @@ from iwopd.config import Config
 from iwopd.lm import ResponseModel
 from iwopd.model_facts import output_rows
 from iwopd.teacher.scorer import Scorer, ScoringPath
-from iwopd.train.assembly import Parts
 from iwopd.train.doctor.echo import agreement, check_echo, own_logprobs
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
+from iwopd.train.parts import Parts
 from iwopd.types import Prompt, Rollout
 
 SEQUENCES = 2

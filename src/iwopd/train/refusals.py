@@ -1,4 +1,4 @@
-"""What a recipe asks for and cannot get, known before models are loaded: training raises it, the doctor lists it."""
+"""What a recipe asks for that cannot be done, and the way out; found before anything is loaded."""
 
 from __future__ import annotations
 
