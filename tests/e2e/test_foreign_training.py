@@ -18,11 +18,14 @@ from iwopd.report.token_columns import TokenTable, pack_rollout
 from iwopd.runs.directory import RunDirectory
 from iwopd.teacher.cached import CachedScorer
 from iwopd.teacher.foreign import ForeignScorer
+from iwopd.tiny import build_tokenizer
 from iwopd.train.assembly import assemble
 from iwopd.train.doctor import examine_recipe
+from iwopd.train.doctor.findings import DoctorError
 from iwopd.train.doctor.self_check import examine_pipeline
 from iwopd.train.run import run_training
-from models import save_pair
+from iwopd.train.state import TrainingStoppedError
+from models import make_model, save_byte_model, save_pair
 from served_teacher import served
 from trained_tokenizers import save_model, trained
 
@@ -204,3 +207,23 @@ def test_prompts_are_shown_as_the_teacher_sees_them(pair: dict[str, Any], tmp_pa
     without = make_config({**pair, "models": {**pair["models"], "teacher": str(bare)}})
     [lacking] = [one for one in examine_recipe(without, tmp_path / "run") if one.check == "chat template"]
     assert (lacking.level, "teacher.chat_template" in lacking.remedy) == ("fail", True)
+
+
+def test_a_teacher_that_can_read_nothing_of_the_answers_is_refused_in_words(tmp_path: Path) -> None:
+    """It knows the prompts' digits; the student, which is random, writes all bytes."""
+    save_byte_model(tmp_path / "student")
+    make_model("qwen3").save_pretrained(tmp_path / "teacher")
+    build_tokenizer().save_pretrained(tmp_path / "teacher")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "1", "prompt": "1+2"}) + "\n")
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    tree = {
+        "steps": 1,
+        "models": {"student": str(tmp_path / "student"), "teacher": str(tmp_path / "teacher")},
+        "data": {"prompts": str(tmp_path / "prompts.jsonl"), "chat_template": str(tmp_path / "plain.jinja")},
+        "rollout": {"prompts_per_step": 1, "max_tokens": 2},
+        "tracking": {"console": "off"},
+    }
+    with pytest.raises(DoctorError, match="can read nothing of the student's answers"):
+        run_training(make_config(tree), tmp_path / "run")
+    with pytest.raises(TrainingStoppedError, match="can write nothing of the answers of step 1"):
+        run_training(make_config(tree), tmp_path / "run", doctor=False)

@@ -17,6 +17,7 @@ import iwopd
 from iwopd.data.thinking import strip_thinking
 from iwopd.eval.boxed import last_boxed
 from iwopd.eval.fences import defines, extract_code
+from iwopd.http_clients import _spellings
 from iwopd.report.text import printable
 from iwopd.tiny.task import check
 
@@ -29,8 +30,8 @@ NOT_OF_MODELS = {
     "iwopd.analysis.tables": "sees names of tasks and the command line",
     "iwopd.commands": "sees the command line",
 }
-MADE_OF_NAMES = {"iwopd.eval.fences": 1, "iwopd.train.doctor.data": 1}
-"""Expressions put together at run time, how many: `defines` is tested below, the other is a literal text."""
+MADE_OF_NAMES = {"iwopd.eval.fences": 1, "iwopd.http_clients": 1, "iwopd.train.doctor.data": 1}
+"""Expressions put together at run time, how many: `defines` and a key's spellings are tested below, one is a literal text."""
 METHODS = {"sub", "subn", "search", "match", "fullmatch", "findall", "finditer", "split"}
 NAMED = ("```python", "python", " ", "-", "{", "\\", "1")
 """Fed at full length to every pattern; the others at a tenth of it first, which is enough to see who is slow."""
@@ -129,7 +130,7 @@ def test_patterns_are_found() -> None:
     found = " ".join(name for name, _, _ in PATTERNS)
     for known in (
         "boxed._BOX",
-        "boxed._THINK_TAG",
+        "thinking.TAG",
         "fences._OPENING",
         "math_worker._REWRITES",
         "tiny.task._BOXED",
@@ -173,10 +174,11 @@ def test_every_pattern_is_linear(pattern: re.Pattern[str], methods: set[str]) ->
         extract_code,
         lambda text: extract_code(text, "solve"),
         lambda text: defines(text, "def"),
+        lambda text: _spellings("solve-1").sub("", text),
         lambda text: check("1+1", text),
         printable,
     ],
-    ids=["last_boxed", "strip_thinking", "extract_code", "extract_code-named", "defines", "tiny", "printable"],
+    ids=["last_boxed", "strip_thinking", "extract_code", "extract_code-named", "defines", "spellings", "tiny", "printable"],
 )
 def test_readers_of_answers_are_linear(read: Callable[[str], object]) -> None:
     _feed(read, "solve def```")

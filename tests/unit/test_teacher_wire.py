@@ -120,6 +120,8 @@ def test_empty_answers_have_all_that_was_wanted(server: TeacherServer) -> None:
     wanted = Wanted(entropy=True, top_k=5, chosen=True, states=True)
     first, empty = asking(server.url).look([rollouts(1)[0], none], wanted, [some_ids(rollouts(1))[0], torch.empty(0, 4).long()])
     for name, values in vars(first).items():
+        if name == "spans":  # of teachers with another tokenizer only
+            continue
         assert getattr(empty, name).shape == (0, *values.shape[1:]), name
 
 

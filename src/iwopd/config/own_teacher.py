@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field, field_validator
 
 from iwopd.section import Section
@@ -40,6 +39,8 @@ class Ema(Section):
     @classmethod
     def _is_one(cls, device: str | None) -> str | None:
         if device is not None:
+            import torch  # late: mistakes are answered without it
+
             try:
                 torch.device(device)
             except RuntimeError:

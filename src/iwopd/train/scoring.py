@@ -87,6 +87,12 @@ def score_step(config: Config, parts: Parts, written: Written, step: int) -> Sco
     count = sum(int(torch.isneginf(scores.logprobs).sum()) for scores in teacher)
     batch = TokenBatch.collate(scored, correct_rollouts=not parts.engine.exact)
     evidence = evidence_of(batch, mask=teaching, progress=training_progress(step, config.steps))
+    if batch.spans is not None and not evidence.mask.any() and not written.given.rollouts:
+        raise TrainingStoppedError(
+            f"the teacher's tokenizer can write nothing of the answers of step {step}: nothing is left to train on. Choose a "
+            "teacher whose tokenizer knows their text (`iwopd doctor` measures it), or larger steps (rollout.prompts_per_step)",
+            exit_code=1,
+        )
     rewards = parts.rewards.step(evidence, kept, lambda: written.judged(kept)) if parts.rewards else None
     others = parts.others.score(written.given, of_others, parts.teacher_scorer, parts.ranks) if parts.others else None
     share = None if thinking is None else float(torch.cat(thinking).double().mean())

@@ -51,6 +51,10 @@ def check_echo(paths: Sequence[ScoringPath], own: dict[str, list[Tensor]], rollo
     known: dict[str, tuple[str, list[Tensor]]] = {name: ("its own logits", values) for name, values in own.items()}
     for path in paths:
         read = path.read(rollouts)
+        if not any(map(len, read)):  # a teacher with another tokenizer
+            remedy = "choose a teacher whose tokenizer knows their text"
+            yield failure("echo", f"{path.name} can read nothing of the student's answers", remedy)
+            continue
         scores = path.scorer.score(read)
         if (problem := _malformed(scores, read)) is not None:
             yield failure("echo", f"{path.name}: {problem}", _remedy(path))
