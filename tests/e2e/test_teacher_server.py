@@ -151,7 +151,7 @@ def test_it_scores_what_a_local_model_scores(server: str, pair: dict[str, Any]) 
         assert torch.allclose(ours, theirs, atol=1e-5)
     with pytest.raises(TeacherError, match="takes 256 tokens"):
         check_server(remote, vocab_size=21, longest=256, examples=[])
-    with pytest.raises(TeacherError, match="has 21 ids, the student's tokenizer 22"):
+    with pytest.raises(TeacherError, match="has 21 ids, the tokenizer that it is asked with 22"):
         check_server(remote, vocab_size=22, longest=9, examples=[])
 
 

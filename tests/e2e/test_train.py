@@ -424,8 +424,8 @@ def test_a_directory_that_cannot_be_made_is_named(pair: dict[str, Any], tmp_path
     assert "is not a run directory" in run(recipe(tmp_path, pair), "--out", tmp_path / "none", "--resume", code=2)
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    settings = save_pair(tmp_path)
+def test_a_teacher_with_another_tokenizer_is_refused_if_it_must_have_the_students(tmp_path: Path) -> None:
+    settings = {**save_pair(tmp_path), "teacher": {"tokenizer": "student"}}
     file = tmp_path / "teacher" / "tokenizer.json"
     text = file.read_text()
     assert '"7"' in text
