@@ -205,10 +205,13 @@ def test_a_server_that_was_started_again_gets_the_weights_of_the_step(horizon: d
             rollout = {**settings["rollout"], "engine": "server", "mismatch_limit": 9.0, "horizon": horizon}
             run_training(make_config({**settings, **changes, "rollout": rollout}), tmp_path / name)
         assert server.at is None
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        assert all(json.loads(line)["correction/ratio_deviation"] < 1e-3 for line in lines), "other weights wrote"
         return load_file(max((tmp_path / name / "checkpoints").glob("step-*")) / "model" / "model.safetensors")
 
     calm, disturbed = weights("calm", None), weights("disturbed", 27)  # in the second step
-    assert all(torch.equal(calm[name], disturbed[name]) for name in calm)
+    if not horizon:  # which pieces of answers a teacher reads together depends on time, and so does the rounding of its scores
+        assert all(torch.equal(calm[name], disturbed[name]) for name in calm)
 
 
 def test_limits_and_listeners_of_a_server(tmp_path: Path) -> None:
