@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from iwopd.models import end_ids
-from iwopd.train.chats import student_chat
+from iwopd.train.chats import student_rendering
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
 from iwopd.train.tokenizers import foreign_refuses
@@ -106,8 +106,8 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
         message = f"id {beyond[0]:,} should end answers, but the tokenizer has {len(ours):,} ids: it can never be written"
         yield failure("stop ids", message, "correct eos_token_id in the student's generation_config.json")
     words = {stop: ours.convert_ids_to_tokens(stop) for stop in sorted(stops) if stop < len(ours)}
-    chat = student_chat(case.config, ours)
-    ending = template_ending(ours, chat.template, chat.kwargs)
+    rendering = student_rendering(case.config)
+    ending = template_ending(ours, rendering.template, rendering.kwargs)
     if ending is not None and ending not in stops:
         word = ours.convert_ids_to_tokens(ending)
         yield failure(
