@@ -61,6 +61,7 @@ def step(section: dict[str, Any]) -> tuple[ScoredStep, Counting, Counting]:
         ranks=Ranks(),
         engine=SimpleNamespace(exact=True),
         rewards=None,
+        thinking=None,
         others=None,
     )
     written = Written(rollouts(), teacher, Ranks(), None, 1, objective.asks.teacher)
