@@ -54,7 +54,7 @@ def test_kl_by_position_is_the_signed_gap() -> None:
     signal = make_objective({}).signal(evidence)
     update = SimpleNamespace(padding_waste=0.0, updates=1, skipped=0, stats=SimpleNamespace(as_dict=dict))
     rollout = Rollout(Prompt("p", (1,)), torch.ones(20, dtype=torch.long), torch.zeros(20), "eos")
-    scored = SimpleNamespace(evidence=evidence, floored=0, rewards=None)
+    scored = SimpleNamespace(evidence=evidence, floored=0, rewards=None, thinking=None, batch=SimpleNamespace(spans=None))
     written = SimpleNamespace(rollouts=[rollout], overrun=None)
     metrics = step_metrics(scored, signal, written, update, make_objective({}))
     expected = [float((old - teacher)[0, 2 * place : 2 * place + 2].mean()) for place in range(10)]
