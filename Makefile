@@ -3,12 +3,15 @@
 #              them their tests are skipped, with the reason
 # make check   lint, then the fast tests
 # make test-real   trains a real pretrained model (SmolLM2-135M from PyPI, 93 MB), also under a teacher of another family (Gemma 3 270M, 253 MB; half an hour with two cores)
+#              (longer, by itself: an accuracy that moves, several seeds and methods, resumable: python bench/real_accuracy.py --out DIR --json)
 # make test-gpu   tests that need a GPU (skipped, with the reason, where there is none); first: iwopd doctor --gpu
 # make lint    ruff and mypy
 # make test-vllm   tests against the real vLLM, in an environment of its own, .venv-vllm/ (3.5 GB)
 # make test-cluster   more whole jobs on verl than `make test` runs (Ray, servers, two workers; no GPU), and what happens when parts of them die
 # make bench   benchmarks (half an hour; prints the tables of docs/performance.md and docs/evaluation.md)
+# make docs    the documentation site in build/docs/site/, strict: a broken link or a missing name ends it
 # make demo    the demonstration
+# make dist    wheel and source distribution in dist/, checked as the package index does
 
 PYTHON ?= python3
 VENV   := .venv
@@ -17,7 +20,7 @@ STAMP  := $(VENV)/.installed
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup test check test-real test-gpu test-vllm test-cluster lint format bench demo clean
+.PHONY: setup test check test-real test-gpu test-vllm test-cluster lint format bench docs demo dist clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -32,9 +35,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 	@echo "setup: done"
 
-# Files of tests run side by side. WORKERS=0: one after the other, for instance to see their output.
+# Files of tests run side by side, in the order of tests/conftest.py. WORKERS=0: one after the other, for instance to see their output.
 WORKERS ?= auto
-SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses 4 --dist loadfile
+SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: lint
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE)
@@ -90,9 +93,21 @@ bench: setup
 	@$(BIN)/python bench/wire.py
 	@$(BIN)/python bench/long.py
 	@$(BIN)/python bench/horizon.py
+	@$(BIN)/python bench/agreement.py
+	@$(BIN)/python bench/agreement.py --large --batches 2 --prompts-per-step 8
+
+docs: setup
+	@$(BIN)/python tools/build_docs.py
 
 demo: setup
 	@$(BIN)/iwopd demo
 
+# The wheel is built from the source distribution, so that both are whole. Without isolation: the tools are in the environment.
+dist: setup
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation --outdir dist .
+	@$(BIN)/python -m twine check --strict dist/*
+	@$(BIN)/python -m check_wheel_contents dist/*.whl
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

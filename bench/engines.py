@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "recipes" / "tiny" / "iw-opd.toml"
+RECIPE = ROOT / "src" / "iwopd" / "recipes" / "tiny" / "iw-opd.toml"
 METRICS = {"loss": "loss", "gap/abs_mean": "mean |gap|", "kl/sampled": "KL (sampled)", "grad_norm": "gradient norm"}
 """Names in metrics.jsonl and how the figure calls them."""
 Curves = dict[int, dict[str, list[float]]]

@@ -149,6 +149,8 @@ def flops() -> Iterator[tuple[str, float, float]]:
             formula = update_flops(model, tokens, answer, recompute=checkpointing, causal=False)
             if checkpointing and not experts:  # torch stops before a layer's last product, which nothing needs
                 formula -= 2 * tokens * model.layers * step.model.config.hidden_size * step.model.config.intermediate_size
+            # The local learner also splits the gradient in two (algo.agreement): a thousandth of a step, left out of the plan.
+            formula += (4 * answer + 8) * step.model.config.hidden_size**2
             step.score()  # the first use of a model tries packing out
             step.update()
             yield f"update, {name}{again}", formula, counted_flops(step.update) - rotary_flops(model, tokens)

@@ -1,17 +1,22 @@
 """Half an hour of training with a fault every minute: does it end with the weights of an undisturbed run?
 
-    python bench/soak.py                        # about an hour: the disturbed run, then the undisturbed one
+    python bench/soak.py                        # 30 minutes with faults, then as many steps without
     python bench/soak.py --minutes 3 --every 15 # a short one
 
 The tiny world `clean`, its teacher behind `iwopd serve-teacher`, its rollouts behind the rollout server of the tests (a local
 sampler that speaks vLLM's dialect and, like a vLLM server, has the first weights when it is started again). Both stand
-behind a proxy. Every minute one fault, drawn by seed, for some seconds: a server is killed and started again, or stopped
-(SIGSTOP), the proxy is slow, drops connections or answers rubbish; the trainer is killed (SIGKILL); the file system of the run
-is full (a small tmpfs; only as root). A trainer that ends is resumed. It must end with the same weights as a run without
-faults, every step once in its log, no process and no temporary file left. Memory of every process is sampled; the slope is that
-of the process that lived longest.
+behind a proxy. Every minute one fault, for some seconds: a server is killed and started again, or stopped (SIGSTOP), the proxy
+is slow, drops connections or answers rubbish; the trainer is killed (SIGKILL); the file system of the run is full until the
+trainer has met it (a small tmpfs; only as root). All kinds come in an order drawn by seed, then all again (`soak_schedule.py`).
+A trainer that ends is resumed, and the next fault waits until it has saved a step: faults that come faster than a trainer
+starts would stop the run for good. When the time is over it is asked to stop, and a run without faults takes as many steps.
+Both must have the same weights, every step must be in the log once, no process and no temporary file left, and a trainer that
+was not killed must have ended in words. Memory of every process is sampled; the slope is that of the longest-lived one.
 
-Exit code 1 if the weights differ, a step is missing or double, or something is left over.
+During the disturbed run the proxies hold every piece back for a moment (`--delay`): servers that are far away, and fewer steps
+to repeat.
+
+Exit code 1 if the weights differ, a step is missing or double, a trainer ended without words, or something is left over.
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -29,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from soak_proxy import Proxy
+from soak_schedule import kinds, schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = 8
@@ -44,6 +50,13 @@ WARM_UP = 60.0
 """Seconds of a process's life that its slope leaves out."""
 DISK_MB = 48
 MOST_RESUMES = 200
+FULL_SECONDS = 60.0
+"""A full disk waits so long for the trainer to write something."""
+ENDLESS = 1_000_000
+"""Steps of a run that is asked to stop."""
+WORDLESS = "traceback"
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a trainer that was asked to stop and saved its last step."""
 
 
 @dataclass
@@ -114,10 +127,6 @@ class Stage:
     """A small file system that holds the run, if there is one."""
     trainer: subprocess.Popen[bytes] | None = None
 
-    def faults(self) -> list[str]:
-        servers = [f"{what} {role}" for role in ("teacher", "rollouts") for what in ("kill", "stop", "slow", "drop", "garbage")]
-        return [*servers, "kill trainer", *(["full disk"] if self.disk else [])]
-
     def disturb(self, fault: str, seconds: float) -> None:
         """One fault, over when this returns."""
         what, _, role = fault.partition(" ")
@@ -126,8 +135,9 @@ class Stage:
                 self.trainer.kill()
         elif fault == "full disk":
             assert self.disk is not None
-            with _full(self.disk):
-                time.sleep(seconds)
+            assert self.trainer is not None
+            with _full(self.disk), suppress(subprocess.TimeoutExpired):
+                self.trainer.wait(FULL_SECONDS)
         elif what in ("kill", "stop"):
             server: Server = getattr(self, role)
             server.signal(signal.SIGKILL if what == "kill" else signal.SIGSTOP)
@@ -147,9 +157,10 @@ class Stage:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30, help="about how long the disturbed run takes (default: 30)")
+    parser.add_argument("--minutes", type=float, default=30, help="how long the disturbed run takes (default: 30)")
     parser.add_argument("--every", type=float, default=60, help="seconds between two faults (default: 60)")
     parser.add_argument("--lasts", type=float, default=8, help="seconds that a fault lasts (default: 8)")
+    parser.add_argument("--delay", type=float, default=0.1, help="of every piece of the disturbed run (default: 0.1 s)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")
     parser.add_argument("--lineage", type=int, default=0, help="of the world's models (default: 0)")
     parser.add_argument("--only", help="faults to draw from, by a part of their name, e.g. 'kill rollouts'")
@@ -157,58 +168,92 @@ def main() -> int:
     options = parser.parse_args()
     if options.serve_rollouts:
         return serve_rollouts(*options.serve_rollouts)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # leaves nothing behind either
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         return soak(options, Path(folder))
 
 
 def soak(options: argparse.Namespace, folder: Path) -> int:
-    memory, ended = Memory(), []
+    memory = Memory()
     with stage(folder, options.lineage) as there:
-        pace = seconds_per_step(there, folder)
-        steps = max(20, round(0.6 * 60 * options.minutes / pace))
-        chosen = [one for one in there.faults() if not options.only or options.only in one]
-        print(f"{pace:.2f} s a step: {steps} steps; faults: {', '.join(chosen)}", flush=True)
-        run = (there.disk or folder) / "disturbed"
-        noise, began = random.Random(options.seed), time.monotonic()
-        due, disturbed = options.every, 0
-        there.trainer = train(there, folder, run, steps)
-        while True:
-            for role, pid in (("trainer", there.trainer.pid), *((s.role, s.process.pid) for s in servers(there) if s.process)):
-                memory.sample(role, pid)
-            code = there.trainer.poll()
-            if code == 0:
-                break
-            if code is not None:
-                ended.append(f"{code}: {last_words(folder)}")
-                if len(ended) > MOST_RESUMES or time.monotonic() - began > 4 * 60 * options.minutes:
-                    print(f"given up after {len(ended)} resumes; the last: {ended[-1]}")
-                    return 1
-                there.trainer = train(there, folder, run, steps, resume=(run / "run.json").exists())
-            if time.monotonic() - began > due:
-                fault = noise.choice(chosen)
-                print(f"{(time.monotonic() - began) / 60:5.1f} min, step {len(logged(run))}: {fault}", flush=True)
-                there.disturb(fault, options.lasts * noise.uniform(0.5, 1.5))
-                due, disturbed = time.monotonic() - began + options.every, disturbed + 1
-            time.sleep(SAMPLED_SECONDS / 5)
-        minutes = (time.monotonic() - began) / 60
-        print(f"{steps} steps in {minutes:.1f} minutes, {disturbed} faults, {len(ended)} resumes", flush=True)
-        for words in sorted(set(ended)):
-            print(f"  {ended.count(words)} x ended with {words}")
-        calm = folder / "calm"
-        if train(there, folder, calm, steps).wait() != 0:
+        run, calm = (there.disk or folder) / "disturbed", folder / "calm"
+        wordless = disturbed_run(options, there, folder, run, memory)
+        done = logged(run)
+        steps = max(done)
+        for proxy in there.proxies.values():
+            proxy.delay = 0.0
+        began = time.monotonic()
+        if undisturbed_run(there, folder, calm, steps, memory) != 0:
             print(f"the undisturbed run failed: {last_words(folder)}")
             return 1
-        same = weights(run) == weights(calm)
-        once = logged(run) == list(range(1, steps + 1))
+        print(f"the same {steps} steps without faults: {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
+        same, once = weights(run) == weights(calm), done == list(range(1, steps + 1))
         strange = sorted(p.name for p in run.rglob("*") if p.name.endswith((".tmp", ".partial")) or p.name.startswith(".tmp"))
     strange += [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith(("torch", "pymp"))]
     left = processes(str(folder))
     print(f"weights {'equal those' if same else 'DIFFER from those'} of the undisturbed run")
     print(f"steps in the log: {'each once' if once else 'NOT each once'}")
+    print(f"ended without words: {wordless or 'never'}")
     print(f"left over: {', '.join([*strange, *left]) or 'nothing'}")
     for line in memory.slopes():
         print(line)
-    return 0 if same and once and not strange and not left else 1
+    return 0 if same and once and not wordless and not strange and not left else 1
+
+
+def disturbed_run(options: argparse.Namespace, there: Stage, folder: Path, run: Path, memory: Memory) -> int:
+    """Train for `--minutes` with a fault now and then; how often the trainer ended with a traceback."""
+    chosen = [one for one in kinds(disk=there.disk is not None) if not options.only or options.only in one]
+    print(f"faults: {', '.join(chosen)}", flush=True)
+    coming, faults, ended = schedule(chosen, options.seed), [""], Counter[str]()
+    for proxy in there.proxies.values():
+        proxy.delay = options.delay
+    began, due, found = time.monotonic(), options.every, newest(run)
+    there.trainer = train(there, folder, run, ENDLESS)
+    while (code := there.trainer.poll()) != STOPPED:
+        sample(memory, there, "trainer")
+        if code is not None:
+            ended[f"{faults[-1]}: exit code {code}, {last_words(folder)}"] += 1
+            found = newest(run)
+            there.trainer = train(there, folder, run, ENDLESS, resume=(run / "run.json").exists())
+        now = time.monotonic() - began
+        if ended.total() > MOST_RESUMES or now > 4 * 60 * options.minutes:
+            raise SystemExit(f"given up at step {len(logged(run))} after {ended.total()} resumes: {last_words(folder)}")
+        if now < due or newest(run) == found:
+            pass
+        elif now > 60 * options.minutes:
+            there.trainer.terminate()
+            due = now + options.every
+        else:
+            fault, length = next(coming)
+            faults.append(fault)
+            print(f"{now / 60:5.1f} min, step {len(logged(run))}: {fault}", flush=True)
+            there.disturb(fault, options.lasts * length)
+            due = now + options.every
+        time.sleep(SAMPLED_SECONDS / 5)
+    minutes = (time.monotonic() - began) / 60
+    print(f"{len(logged(run))} steps in {minutes:.1f} minutes, {len(faults) - 1} faults, {ended.total()} resumes", flush=True)
+    print("  " + ", ".join(f"{fault} {times}" for fault, times in sorted(Counter(faults[1:]).items())))
+    for words, times in sorted(ended.items()):
+        print(f"  {times} x after {words}")
+    return sum(times for words, times in ended.items() if WORDLESS in words)
+
+
+def undisturbed_run(there: Stage, folder: Path, run: Path, steps: int, memory: Memory) -> int:
+    """The same training without faults; its exit code."""
+    there.trainer = train(there, folder, run, steps)
+    while there.trainer.poll() is None:
+        sample(memory, there, "trainer without faults")
+        time.sleep(SAMPLED_SECONDS / 5)
+    return there.trainer.returncode
+
+
+def sample(memory: Memory, there: Stage, trainer: str) -> None:
+    """Note the memory of the trainer, under this name, and of the servers."""
+    assert there.trainer is not None
+    memory.sample(trainer, there.trainer.pid)
+    for server in servers(there):
+        if server.process is not None:
+            memory.sample(server.role, server.process.pid)
 
 
 @contextmanager
@@ -254,7 +299,7 @@ def train(there: Stage, folder: Path, run: Path, steps: int, *, resume: bool = F
         shutil.rmtree(run, ignore_errors=True)
         exchange = folder / f"weights-{run.name}"
         command += [
-            str(ROOT / "recipes/tiny/opd.toml"),
+            str(ROOT / "src/iwopd/recipes/tiny/opd.toml"),
             "--out",
             str(run),
             "--steps",
@@ -281,15 +326,6 @@ def train(there: Stage, folder: Path, run: Path, steps: int, *, resume: bool = F
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
 
 
-def seconds_per_step(there: Stage, folder: Path) -> float:
-    """Of a short undisturbed run, without its start."""
-    trial = folder / "trial"
-    if train(there, folder, trial, 10).wait() != 0:
-        raise SystemExit(f"training does not work here: {(folder / 'trainer.log').read_text()[-2000:]}")
-    lines = [json.loads(line) for line in (trial / "metrics.jsonl").read_text().splitlines()]
-    return sum(float(line["time/step"]) for line in lines[1:]) / len(lines[1:])
-
-
 def serve_rollouts(model: str, port: str) -> int:
     """The rollout server of the tests, in this process, until it is killed."""
     sys.path.append(str(ROOT / "tests"))
@@ -301,9 +337,16 @@ def serve_rollouts(model: str, port: str) -> int:
     return 0
 
 
+def newest(run: Path) -> Path | None:
+    """The last checkpoint of a run."""
+    return max((run / "checkpoints").glob("step-*"), default=None)
+
+
 def weights(run: Path) -> str:
     """Hash of the weights of a run's last checkpoint."""
-    last = max((run / "checkpoints").glob("step-*"))
+    last = newest(run)
+    if last is None:
+        return "no checkpoint"
     digest = hashlib.sha256()
     for path in sorted((last / "model").glob("*.safetensors")):
         digest.update(path.read_bytes())
@@ -318,8 +361,10 @@ def logged(run: Path) -> list[int]:
 
 
 def last_words(folder: Path) -> str:
-    lines = (folder / "trainer.log").read_text(errors="replace").strip().splitlines()
-    return re.sub(r"\d{2,}", "N", lines[-1])[:160] if lines else "no word"
+    """The trainer's last line, without numbers; marked if a traceback stands before it."""
+    text = (folder / "trainer.log").read_text(errors="replace").strip()
+    line = re.sub(r"\d{2,}", "N", text.splitlines()[-1].replace(f"{folder}/", ""))[:160] if text else "no word"
+    return f"{WORDLESS}: {line}" if "Traceback (most recent" in text else line
 
 
 def processes(mark: str) -> list[str]:

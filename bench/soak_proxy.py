@@ -10,8 +10,8 @@ from typing import Literal
 
 Mood = Literal["pass", "slow", "drop", "garbage"]
 RUBBISH = b'HTTP/1.1 200 OK\r\nContent-Length: 24\r\nConnection: close\r\n\r\n{"choices": [null, \xff\xfe 17'
-SLOW_SECONDS = 0.2
-"""Before every piece that is passed on."""
+SLOW_SECONDS = 1.0
+"""Before every piece that is passed on by a slow proxy."""
 
 
 class Proxy:
@@ -20,6 +20,8 @@ class Proxy:
     def __init__(self, port: int) -> None:
         self.port = port
         self.mood: Mood = "pass"
+        self.delay = 0.0
+        """Seconds before every piece, in a good mood."""
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._pairs: set[tuple[socket.socket, socket.socket | None]] = set()
         self._lock = threading.Lock()
@@ -72,8 +74,7 @@ class Proxy:
     def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
         with suppress(OSError):
             while piece := one.recv(65536):
-                if self.mood == "slow":
-                    time.sleep(SLOW_SECONDS)
+                time.sleep(SLOW_SECONDS if self.mood == "slow" else self.delay)
                 if self.mood in ("drop", "garbage"):
                     break
                 other.sendall(piece)

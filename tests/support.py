@@ -25,6 +25,8 @@ RULES: list[tuple[str, dict[str, Any]]] = [
     ("suffix-only", {"ratio": 0.4}),
     ("survival", {}),
     ("survival", {"tau": 3.0, "floor": 0.2, "count": "all"}),
+    ("until-drift", {"threshold": 1.0}),
+    ("survival-share", {"tau": 3.0, "gamma": 2.0}),
     ("sod", {"tokens": 4}),
     ("rising", {}),
 ]

@@ -1,32 +1,35 @@
-"""The command line: thin commands, and one clear line for every failure that the user can do something about."""
+"""The command line: thin commands, and one clear line for every failure that the user can do something about.
+
+Little is imported before `main` runs, so that Ctrl-C has an answer from the beginning.
+"""
 
 from __future__ import annotations
 
-import argparse
 import errno
-import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import iwopd
 from iwopd.errors import UserError
 
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
 COMMANDS = (
-    *("demo", "train", "doctor", "plan", "eval", "compare", "probe", "report", "figures", "export", "reproduce"),
-    *("serve-teacher", "check-math", "check-code", "methods"),
+    *("demo", "train", "doctor", "plan", "eval", "compare", "probe", "report", "runs", "figures", "export", "reproduce"),
+    *("serve-teacher", "check-math", "check-code", "methods", "recipes"),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if rest and options.command not in ("train", "doctor", "plan"):
-        parser.error(f"unknown argument {rest[0]!r}; see `iwopd {options.command} --help`")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
+        parser = _parser()
+        options, rest = parser.parse_known_args(arguments)
+        if rest and options.command not in ("train", "doctor", "plan"):
+            parser.error(f"unknown argument {rest[0]!r}; see `iwopd {options.command} --help`")
         code = options.run(options, rest)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -47,11 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
+DISK_ERRORS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG),
+    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOENT),
+)
 """What a disk may say to any command; where more is known, it is said before."""
 
 
 def _parser() -> argparse.ArgumentParser:
+    import argparse
+
+    import iwopd
+
     parser = argparse.ArgumentParser(
         prog="iwopd",
         description="Importance-weighted on-policy distillation. Start with `iwopd demo`: it needs no download and no GPU.",
@@ -65,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_command(commands: Any, name: str) -> None:
     """Add the command that a module of `iwopd.commands` describes: its docstring, `HELP`, perhaps `EPILOG`, `add` and `run`."""
+    import argparse
+    import importlib
+
     module = importlib.import_module(f"iwopd.commands.{'evaluate' if name == 'eval' else name.replace('-', '_')}")
     epilog = getattr(module, "EPILOG", None)
     texts = {"help": module.HELP, "description": module.__doc__, "epilog": epilog}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ from iwopd.analysis.handoff import handoff_scores
 from iwopd.analysis.reproduce.tables import show
 from iwopd.config import ConfigError, make_config
 from iwopd.eval.runner import evaluate
-from iwopd.eval.statistics import Interval, bootstrap_interval
+from iwopd.eval.statistics import Interval, interval_over_problems
 from iwopd.eval.task import Task, one_by_one
 from iwopd.methods import METHODS, TITLES
 from iwopd.report import write_report
@@ -37,6 +39,8 @@ from iwopd.rollout.engine import LOCAL, EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.runs.reading import Run
+from iwopd.stages import ConsoleStages, StageListener
+from iwopd.tiny import task as tiny_task
 from iwopd.train.many import PlannedRun, run_all
 from iwopd.train.progress import pretraining_progress
 from iwopd.types import Rollout
@@ -79,14 +83,21 @@ def run_demo(options: argparse.Namespace, engine: EngineChoice) -> int:
     with pretraining_progress() as progress:
         recipe = tiny.world_recipe(options.world or tiny.DEFAULT_WORLD, lineage=options.lineage)
         world = tiny.open_world(recipe, refresh=options.refresh, progress=progress)
+    _print_task(console, world)
     runs = _prepare(options, names, engine)
     folders = {key: run.folder for key, run in runs.items()}
     torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
     run_all(list(runs.values()), at_a_time=options.jobs, console=console)
-    base, rollouts = _accuracy(world, world.student, options.first_seed, engine)
-    teacher, _ = _accuracy(world, world.teacher, options.first_seed)
-    found = Outcome(base, teacher, _collect(folders), _handoff(world, rollouts))
-    page = _report(options, folders, found)
+    with ConsoleStages() as stages:
+        stages.stage("the student before training answers", EVAL_PROMPTS)
+        base, rollouts = _accuracy(world, world.student, options.first_seed, stages, engine)
+        stages.stage("the teacher answers", EVAL_PROMPTS)
+        teacher, _ = _accuracy(world, world.teacher, options.first_seed, stages)
+        stages.stage("the teacher finishes what the student began", EVAL_PROMPTS)
+        found = Outcome(base, teacher, _collect(folders), _handoff(world, rollouts, stages))
+        stages.stage("writing the report", 1)
+        page = _report(options, folders, found)
+        stages.advance(1)
 
     _print_table(console, found, options.seeds)
     _print_handoff(console, found)
@@ -95,6 +106,7 @@ def run_demo(options: argparse.Namespace, engine: EngineChoice) -> int:
     seconds = time.perf_counter() - began
     console.print(f"\n{seconds:.0f} s; run directories in {options.out}", highlight=False)
     console.print(f"report: open {page} in a browser", highlight=False, soft_wrap=True)
+    _print_next(console, folders, options.out)
     if options.json:
         print(json.dumps(_as_json(found, seconds, folders)))
     return 0
@@ -141,17 +153,23 @@ def _sampler(world: tiny.World, folder: Path, engine: EngineChoice = LOCAL) -> I
         yield opened.sampler(SamplingSettings(world.max_response_tokens, stop_ids={tokenizer.eos_token_id}))
 
 
-def _accuracy(world: tiny.World, folder: Path, seed: int, engine: EngineChoice = LOCAL) -> tuple[Interval, list[Rollout]]:
+def _accuracy(
+    world: tiny.World, folder: Path, seed: int, stages: StageListener, engine: EngineChoice = LOCAL
+) -> tuple[Interval, list[Rollout]]:
     task = Task("tiny", world.eval_prompts(EVAL_PROMPTS), one_by_one(world.check))
     with _sampler(world, folder, engine) as sampler:
+        sampler.progress = stages.advance
         evaluation = evaluate(task, lambda prompts: sampler.sample(prompts, seed=seed, step=0), world.tokenizer)
-    return _percent(bootstrap_interval(evaluation.result.scores)), evaluation.rollouts
+    return _interval(evaluation.result.scores), evaluation.rollouts
 
 
-def _handoff(world: tiny.World, rollouts: list[Rollout]) -> dict[float, Interval]:
+def _handoff(world: tiny.World, rollouts: list[Rollout], stages: StageListener) -> dict[float, Interval]:
     with _sampler(world, world.teacher) as teacher:
-        scores = handoff_scores(rollouts, teacher, world.tokenizer, one_by_one(world.check), fractions=FRACTIONS)
-    return {fraction: _percent(bootstrap_interval(score)) for fraction, score in scores.items()}
+        check = one_by_one(world.check)
+        scores = handoff_scores(
+            rollouts, teacher, world.tokenizer, check, fractions=FRACTIONS, advance=lambda count: stages.advance(count)
+        )
+    return {fraction: _interval(score) for fraction, score in scores.items()}
 
 
 def _report(options: argparse.Namespace, folders: Folders, found: Outcome) -> Path:
@@ -176,9 +194,23 @@ def _collect(folders: Folders) -> dict[str, dict[int, Interval]]:
         for result in Run(folder).evals:
             gathered.setdefault(name, {}).setdefault(result.step or 0, []).append(result.scores)
     return {
-        name: {step: _percent(bootstrap_interval(torch.cat(scores, 1))) for step, scores in steps.items() if step}
+        name: {step: _interval(torch.cat(scores, 1)) for step, scores in steps.items() if step}
         for name, steps in gathered.items()
     }
+
+
+def _print_task(console: Console, world: tiny.World) -> None:
+    """What is asked of the models: without it `4*3=2` looks like a mistake."""
+    problem, *_ = tiny_task.distinct_problems(world.recipe.operands, "eval", random.Random("demo"), 1)
+    first = tiny_task.right_solution(problem).splitlines()[0]
+    console.print("The task", style="bold")
+    console.print(
+        "The last digit of an arithmetic expression, products first. Every result is kept modulo 10, so 4*3=2 (of 12) and "
+        f"3-5=8 are right. The solution of {problem} begins {first} (one operation, then what is left); a wrong one works from "
+        "left to right. One early mistake usually costs the answer.",
+        highlight=False,
+        markup=False,
+    )
 
 
 def _print_table(console: Console, found: Outcome, seeds: int) -> None:
@@ -211,7 +243,8 @@ def _print_rollout(console: Console, folders: Folders) -> None:
     record = next((record for record in records if not record["correct"]), records[0] if records else None)
     if record is None:
         return
-    console.print(f"\nOne answer before training ({'right' if record['correct'] else 'wrong'}; right is {record['answer']}): ")
+    verdict = "right" if record["correct"] else f"wrong; right is {record['answer']}"
+    console.print(f"\nOne answer before training ({verdict}; all results modulo 10):")
     console.print("background: token weight, high (green) to low (grey); red text: the teacher would hardly have written it")
     text = Text(record["prompt"].strip() + "\n")
     low, high = min(record["weights"]), max(record["weights"])
@@ -252,6 +285,14 @@ def _print_meaning(console: Console, found: Outcome) -> None:
         )
 
 
+def _print_next(console: Console, folders: Folders, out: Path) -> None:
+    """Commands that go on from here."""
+    two = [shlex.quote(str(folder)) for folder in list(folders.values())[:2]]
+    commands = [f"iwopd runs {shlex.quote(str(out))}", *([f"iwopd compare {' '.join(two)}"] if len(two) > 1 else [])]
+    commands += ["iwopd probe --world clean", "iwopd train my.toml  (your own models: docs/train-your-own.md)"]
+    console.print("next: " + commands[0], *commands[1:], sep="\n      ", highlight=False, soft_wrap=True, markup=False)
+
+
 def _as_json(found: Outcome, seconds: float, folders: Folders) -> dict[str, Any]:
     return {
         "teacher_accuracy": found.teacher.mean,
@@ -263,5 +304,6 @@ def _as_json(found: Outcome, seconds: float, folders: Folders) -> dict[str, Any]
     }
 
 
-def _percent(interval: Interval) -> Interval:
-    return Interval(*(round(100 * value, 2) for value in interval))
+def _interval(scores: torch.Tensor) -> Interval:
+    """Of scores [N, K] (problems x samples or seeds), over problems, in percent."""
+    return Interval(*(round(100 * value, 2) for value in interval_over_problems([scores.double().mean(1)])))

@@ -8,8 +8,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from iwopd.errors import UserError
+
 CACHE_BYTES_CPU = 2**31
 """A key/value cache on a CPU, and what steps make in proportion to it: 2 GB."""
+
+
+class DeviceError(UserError, ValueError):
+    """A device that is not here."""
+
+
+def check_device(name: str, setting: str) -> None:
+    """Refuse a device that torch does not know or does not find; `setting` is where its name was written."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, ValueError, OverflowError):
+        raise DeviceError(f"{setting} is {name!r}, which is no device: write cpu, cuda, cuda:1, mps, ...") from None
+    if device.type == "cpu":
+        return
+    count = _count(device)
+    if not count:
+        raise DeviceError(
+            f"{setting} is {name!r}, but torch {torch.__version__} finds no such device here: use cpu, or install a torch that "
+            "is built for it (https://pytorch.org), and its driver"
+        )
+    if (device.index or 0) >= count:
+        there = "only one" if count == 1 else f"{count} of them"
+        raise DeviceError(f"{setting} is {name!r}, but there is {there} here: {device.type}:0 to {device.type}:{count - 1}")
+
+
+def _count(device: torch.device) -> int:
+    """How many of its kind torch can use."""
+    try:
+        module: Any = torch.get_device_module(device)
+        return int(module.device_count()) if module.is_available() else 0
+    except (RuntimeError, AttributeError):  # torch has the name, and nothing behind it
+        return 0
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
@@ -19,9 +53,14 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, non_blocking=values.device.type == "cpu")
 
 
+def accelerator() -> torch.device | None:
+    """The kind of accelerator that is here and works. torch 2.6 cannot ask for it in one call."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
 def rng_states() -> dict[str, Tensor]:
     """The states of the accelerators' random generators, by device: `cuda.0`. Empty without one."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
+    kind = accelerator()
     module: Any = None if kind is None else torch.get_device_module(kind)
     if kind is None or not hasattr(module, "get_rng_state_all"):  # the generator of a Mac's GPU cannot be set by device
         return {}

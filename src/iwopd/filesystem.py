@@ -32,6 +32,23 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
+def follow_umask(*files: Path) -> None:
+    """Give files the mode that any new file gets: safetensors makes its own for the owner alone, whatever the umask says."""
+    for file in files:
+        file.chmod(0o666 & ~_umask())
+
+
+def _umask() -> int:
+    """Without setting it, where the system says it: for a moment another thread would make files with the wrong one."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        mask = os.umask(0o077)
+        os.umask(mask)
+        return mask
+
+
 def sync(path: Path) -> None:
     """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from iwopd import hub
+from iwopd.devices import check_device
 from iwopd.errors import UserError
+from iwopd.gguf_files import open_gguf, parsed_once
 
 _UNREADABLE = (
     OSError, ValueError, SafetensorError, ImportError, LookupError, AttributeError, TypeError, RecursionError, OverflowError
@@ -52,6 +56,13 @@ class ModelSource:
         return Path(self.path).is_dir()
 
     @property
+    def is_hub_id(self) -> bool:
+        """Whether the hub is asked for it: it is nothing here, and written as a name, or as an owner and a name."""
+        path, parts = self.path, self.path.count("/") + 1
+        is_name = parts == 2 or (parts == 1 and bool(path) and self.gguf_file is None)
+        return is_name and not path.startswith(("/", ".", "~")) and not Path(path).exists()
+
+    @property
     def options(self) -> dict[str, str]:
         """Arguments for every `from_pretrained`."""
         given = {"gguf_file": self.gguf_file, "revision": None if self.is_local else self.revision}
@@ -73,6 +84,9 @@ def load_model(
     flash_attention_2, ...). quantization: a quantisation config of transformers; such a model is not moved after loading.
     """
     source = ModelSource.of(source)
+    if str(device) != "auto":
+        check_device(str(device), "the device")
+    _look(source, "cannot load a model from")
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **source.options}
     if source.gguf_file is None:
         options["use_safetensors"] = True
@@ -83,7 +97,7 @@ def load_model(
     elif str(device) == "auto":
         options["device_map"] = "auto"
     try:
-        with _quiet():
+        with _reading(source):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.path, dtype=getattr(torch, dtype), output_loading_info=True, **options
             )
@@ -100,8 +114,9 @@ def load_model(
 
 def load_tokenizer(source: str | Path | ModelSource, *, trust_remote_code: bool = False) -> Any:
     source = ModelSource.of(source)
+    _look(source, "cannot load a tokenizer from", _TOKENIZER)
     try:
-        with _quiet():
+        with _reading(source):
             tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code, **source.options)
             if source.gguf_file is not None:
                 _special_tokens_of_gguf(tokenizer, source)
@@ -113,8 +128,9 @@ def load_tokenizer(source: str | Path | ModelSource, *, trust_remote_code: bool 
 def load_configs(source: str | Path | ModelSource, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """Config and generation config of a model, without its weights."""
     source = ModelSource.of(source)
+    _look(source, "cannot read the config of")
     try:
-        with _quiet():
+        with _reading(source):
             config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, **source.options)
     except _UNREADABLE as error:
         raise ModelError(f"cannot read the config of {source}: {_why(source, error)}") from None
@@ -133,7 +149,7 @@ def brings_tokenizer(source: str | Path | ModelSource) -> bool:
     folder = Path(source.path)
     if source.gguf_file is not None or not folder.is_dir():
         return True
-    return bool([*folder.glob("*token*"), *folder.glob("vocab*")])
+    return any(map(any, map(folder.glob, _TOKENIZER)))
 
 
 def stop_ids(tokenizer: Any, model: Any) -> frozenset[int]:
@@ -165,14 +181,23 @@ def weights_fingerprint(source: str | Path) -> str:
 
 def _special_tokens_of_gguf(tokenizer: Any, source: ModelSource) -> None:
     """Set the special tokens named in the file: transformers 5.10 uses the bos token of a Llama-like file as its eos."""
-    from gguf import GGUFReader
     from transformers.utils.hub import cached_file
 
     path = cached_file(source.path, str(source.gguf_file), revision=source.options.get("revision"))
-    fields = GGUFReader(str(path)).fields
+    fields = open_gguf(str(path)).fields
     for name, key in (("eos_token", "eos"), ("bos_token", "bos"), ("pad_token", "padding")):
         if (field := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(field.contents())))
+
+
+@contextmanager
+def _reading(source: ModelSource) -> Iterator[None]:
+    """While transformers reads: in silence, and of a GGUF file the header once."""
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        if source.gguf_file is not None:
+            stack.enter_context(parsed_once())
+        yield
 
 
 @contextmanager
@@ -191,20 +216,72 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+_CONFIG = ("config.json", "adapter_config.json")
+_TOKENIZER = ("*token*", "vocab*", "*.model")
+
+
+def _look(source: ModelSource, doing: str, needed: tuple[str, ...] = _CONFIG) -> None:
+    """Say at once that there is no such folder, or none of the `needed` files in it; ask the hub whether it answers, which its
+    client would find out many times.
+    """
+    if not source.path:
+        raise ModelError(f"{doing} '': no model is named; give a folder, a hub id or a GGUF file")
+    if source.is_hub_id:
+        hub.silence()
+    elif not Path(source.path).exists():
+        raise ModelError(f"{doing} {source}: there is no such folder{_nearby(Path(source.path))}; correct the path")
+    elif source.gguf_file is None and source.is_local and not any(map(any, map(Path(source.path).glob, needed))):
+        what = "is a run directory: `iwopd export` makes a model of it" if _is_run(source) else "is not the folder of a model"
+        raise ModelError(f"{doing} {source}: it {what} (no file {' or '.join(needed)} in it)")
+    elif source.gguf_file is None and not source.is_local:
+        raise ModelError(f"{doing} {source}: it is a file, not a folder with a config.json (a GGUF file ends in .gguf)")
+
+
+def _is_run(source: ModelSource) -> bool:
+    return (Path(source.path) / "run.json").exists()
+
+
+def _nearby(path: Path) -> str:
+    """The folder beside it with the most similar name."""
+    parent = path.parent
+    try:
+        names = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent != Path() else []
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f" (did you mean {parent / near[0]}?)" if near else ""
+
+
 def _why(source: ModelSource, error: Exception) -> str:
-    """A better reason: for a missing path, transformers complains about the form of a hub id."""
+    """A better reason: transformers complains about the form of a hub id, or in a paragraph."""
     path, file = source.path, source.gguf_file
-    if (path.startswith(("/", ".", "~")) or path.count("/") > 1) and not Path(path).exists():
-        return "there is no such folder"
+    if source.is_hub_id:
+        return _why_not_from_the_hub(source, error)
     if file is not None and source.is_local and not (Path(path) / file).is_file():
         return "there is no such GGUF file"
     if file is not None and isinstance(error, ImportError):
         return "GGUF files need the package gguf: pip install 'iwopd[gguf]'"
     if file is None and (damaged := _damaged(Path(path))) is not None:
         return damaged
-    if isinstance(error, (OSError, ValueError, SafetensorError, ImportError)) and str(error):
-        return str(error)
+    if isinstance(error, SafetensorError) or (file is not None and source.is_local):
+        return f"{file or 'one of its .safetensors files'} is damaged or incomplete ({error}); download it again"
+    if isinstance(error, (OSError, ValueError, ImportError)) and str(error):
+        return str(error).strip().splitlines()[0]
     return f"{file or 'one of its files'} is damaged or incomplete ({type(error).__name__}: {error}); download it again"
+
+
+def _why_not_from_the_hub(source: ModelSource, error: Exception) -> str:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    nothing = f"{source.path} is not a folder here{_nearby(Path(source.path))}"
+    if why := hub.silence():
+        return f"{nothing}, and the hub cannot be asked: {why}. Correct the path, or fetch the model where the hub answers"
+    causes = (error, error.__cause__, error.__context__)
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return "its owner lets nobody have it who has not asked: ask on its page, then `hf auth login`"
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return f"{nothing}, and the hub shows you no model of that name. Correct it; a private one needs `hf auth login`"
+    return f"{nothing}, and the hub's client says: {(str(error) or type(error).__name__).strip().splitlines()[0]}"
 
 
 def _damaged(folder: Path) -> str | None:

@@ -66,7 +66,7 @@ Repeat = Annotated[T, Field(json_schema_extra={"repeat": True})]
 class Section(BaseModel):
     """A part of the tree."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @classmethod
     def plugged_in(cls) -> dict[str, type[Section]]:

@@ -8,6 +8,9 @@ run directory, the project and all settings by dotted name, and gives an object 
         def log(self, step: int, values: Mapping[str, float]) -> None: ...
         def close(self) -> None: ...
 
+One that takes words has a method `alert(step, title, text)`: something begins to go wrong (`runs.alerts`). As long as it
+holds, the number `alert/<kind>` is 1.
+
 One that can take back what it was told has a method `rewind(step)`, called before the first `log` of a resumed run: the process
 before it may have been killed, and every step after `step` will come again.
 
@@ -94,6 +97,11 @@ class TensorBoard:
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
+    def alert(self, step: int, title: str, text: str) -> None:
+        """In the tab for texts."""
+        self.writer.add_text("alerts", f"**{title}**: {text}", step)
+        self.writer.flush()
+
     def close(self) -> None:
         self.writer.close()
 
@@ -112,6 +120,11 @@ class Wandb:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.library.log(dict(values), step=step)
+
+    def alert(self, step: int, title: str, text: str) -> None:
+        """As the library's own alerts, which it may send on; an old one may not know them."""
+        if callable(send := getattr(self.library, "alert", None)):
+            send(title=title, text=f"step {step}: {text}")
 
     def close(self) -> None:
         self.library.finish()

@@ -76,7 +76,7 @@ def test_tooltip_shows_the_numbers_of_the_run(report: Path, open_page: Any) -> N
     for place in (0, 11, 29):
         page.locator("#t-tokens .t").nth(place).hover()
         words = page.locator("#tip").inner_text().replace("−", "-")
-        cells = page.locator("#tip td").all_inner_texts()
+        cells = page.locator("#tip dd").all_inner_texts()
         numbers = [float(cell.replace("−", "-")) for cell in cells if cell and "%" not in cell]
         names = ("student_logprobs", "teacher_logprobs", "gap", "weights", "kl")
         assert numbers == pytest.approx([record[name][place] for name in names], abs=0.51e-4)
@@ -84,6 +84,38 @@ def test_tooltip_shows_the_numbers_of_the_run(report: Path, open_page: Any) -> N
     first = next(place for place, gap in enumerate(record["gap"]) if gap < -2)
     assert page.locator("#t-tokens .t.drift").get_attribute("data-i") == str(first)
     assert "wrong answer" in page.locator("#t-badges").inner_text() or record["correct"]
+    opened.check_quiet()
+
+
+def test_the_finding_is_the_largest_thing_on_the_first_screen(report: Path, open_page: Any) -> None:
+    page = open_page(report).page
+    sizes = page.evaluate(
+        "[...document.querySelectorAll('body *')]"
+        ".filter((e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))"
+        ".map((e) => [parseFloat(getComputedStyle(e).fontSize), e.tagName, e.textContent.trim()])"
+    )
+    assert max(sizes)[1] == "H1"
+    assert max(sizes)[2].startswith("The teacher’s accuracy falls from 90")
+    for part in (page.locator(".tile", has_text="Teacher"), page.locator("#plot-handoff")):
+        box = part.bounding_box()
+        assert box["y"] + box["height"] < 900
+
+
+def test_numbers_of_a_token_cover_no_token(report: Path, open_page: Any) -> None:
+    opened = open_page(report)
+    page = opened.page
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        for place in (0, 15, 29):
+            page.locator("#t-tokens .t").nth(place).hover()
+            tip, answer = page.locator("#tip").bounding_box(), page.locator("#t-tokens .t").nth(place).bounding_box()
+            assert tip["y"] + tip["height"] <= answer["y"]
+            assert tip["y"] >= 0  # on the screen
+    scale = page.locator("#t-strip-scale span").all_inner_texts()
+    gaps = read_lines(report.parent / "iw-opd-seed0" / "rollouts.jsonl")[0]["gap"]
+    assert "0" in scale
+    assert min(float(text.replace("−", "-")) for text in scale) == pytest.approx(min(gaps), rel=0.05)
+    assert page.locator("#t-strip-places").inner_text().split("\n") == ["token 1", "gap in nats, by token", "30"]
     opened.check_quiet()
 
 
@@ -194,6 +226,10 @@ def test_narrow_screens_do_not_scroll_sideways(report: Path, open_page: Any, opt
     opened.page.set_viewport_size({"width": 390, "height": 844})
     opened.everything_drawn()
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+    legend = opened.page.evaluate(
+        "(({scrollWidth, clientWidth}) => [scrollWidth, clientWidth])(document.querySelector('.legend'))"
+    )
+    assert legend[0] <= legend[1]  # no method is cut off
     opened.check_quiet()
 
 
@@ -274,18 +310,18 @@ def test_damaged_runs_say_what_is_missing(open_page: Any, tmp_path: Path) -> Non
 
 def test_live_page_loads_itself_again(two_runs: Path, open_page: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=10, planned=20)
-    path = write_report([run], tmp_path / "report.html", refresh=1)
+    path = write_report([run], tmp_path / "report.html", refresh=4)
     opened = open_page(path)
     assert "10 of 20" in opened.page.locator("#missing").inner_text()
     choose(opened.page, "sort", "late")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics(11, Random(0))) + "\n")
-    write_report([run], path, refresh=1)
-    opened.page.get_by_text("11 of 20").first.wait_for(timeout=10_000)
+    write_report([run], path, refresh=4)
+    opened.page.get_by_text("11 of 20").first.wait_for(timeout=60_000)
     assert opened.page.locator("#t-sort").input_value() == "late"  # what the reader chose is still chosen
     opened.page.locator("#live-toggle").click()
     opened.page.evaluate("window.stays = true")
-    time.sleep(1.5)
+    time.sleep(4.5)
     assert opened.page.evaluate("window.stays") is True
     assert opened.complaints == []
 

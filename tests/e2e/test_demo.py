@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from iwopd.runs.directory import RunDirectory
+from waiting import PATIENCE
 
 
 def demo(*words: str | Path, cache: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "IWOPD_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
     command = [sys.executable, "-m", "iwopd", "demo", *(str(word) for word in words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_a_server_that_one_rank_loses_ends_all(tmp_path: Path) -> None:
 
     with serving(Cutting(model(tmp_path / "other", seed=5), max_model_len=2048)) as url:
         tree = settings(tmp_path, url, eval={"prompts": 0})
-        said = train_in_ranks(2, tree, tmp_path / "run", before=LOST.format(marker=str(marker)), code=1)
+        said = train_in_ranks(2, tree, tmp_path / "run", before=LOST.format(marker=str(marker)), code=1, launcher=True)
     assert said.count("the line is cut") == 2
     assert said.count("Step 1 was the last finished one and is saved") == 2
     assert "]: Traceback" not in said  # torchrun has one of its own

@@ -22,6 +22,7 @@ from iwopd.rollout.settings import ServerSettings
 from iwopd.types import Piece, Prompt, Rollout
 from models import make_model
 from rollout_server import RolloutServer, serving
+from waiting import wait_until
 
 PROMPTS = [Prompt(f"p{number}", (2, 3 + number, 5)) for number in range(6)]
 BLOCK = 4
@@ -107,13 +108,6 @@ def told(rollouts: Sequence[Rollout]) -> list[tuple[list[int], str]]:
     return [(rollout.response_ids.tolist(), rollout.stop_reason) for rollout in rollouts]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_stopped_answers_are_whole_ones_cut(url: str, server: RolloutServer) -> None:
     writer = sampler(url)
     whole = writer.sample(PROMPTS, seed=0, step=1)
@@ -136,7 +130,7 @@ def test_a_stopped_answer_is_aborted_at_the_server(url: str, server: RolloutServ
     writer = sampler(url)
     stopped = writer.sample(PROMPTS, seed=0, step=1, watcher=Watch(stops=lambda ids: True))
     assert {len(rollout) for rollout in stopped if rollout.stop_reason == "horizon"} == {BLOCK}
-    wait_for(lambda: not server.under_way)
+    wait_until(lambda: not server.under_way)
     count = sum(rollout.stop_reason == "horizon" for rollout in stopped)
     assert len(server.aborted) == count > 0
     assert max(server.aborted) < 20  # they would have been 24 tokens long
@@ -169,7 +163,7 @@ def test_what_the_watcher_fails_with_reaches_the_caller(url: str, server: Rollou
 
     with pytest.raises(ArithmeticError, match="the teacher is gone"):
         sampler(url).sample(PROMPTS, seed=0, step=1, watcher=Watch(before=fail))
-    wait_for(lambda: not server.under_way)  # on a busy machine an answer may end by itself before it is aborted
+    wait_until(lambda: not server.under_way)  # on a busy machine an answer may end by itself before it is aborted
     assert server.aborted
     with pytest.raises(ZeroDivisionError):
         sampler(url).sample(PROMPTS, seed=0, step=1, watcher=Watch(), finished=lambda place, rollout: 1 / 0)

@@ -292,7 +292,7 @@ def test_the_runs_of_a_demo_use_its_engine(events: list[str], tmp_path: Path) ->
     [
         ("toy-engin", {}, "unknown rollout engine 'toy-engin'; did you mean 'toy-engine'"),
         ("toy-engine", {"eror": 1}, "eror: there is no such setting; did you mean 'error'"),
-        ("toy-engine", {"error": -1}, "error: Input should be greater than or equal to 0"),
+        ("toy-engine", {"error": -1}, "error: must be at least 0"),
         ("broken", {}, r"rollout engine 'broken' \(toy_package:broken\): expected a subclass of"),
         ("server", {}, "needs engine.server.url"),
     ],

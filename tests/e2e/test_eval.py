@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from iwopd.eval.sandbox import probe
 from iwopd.runs.directory import RunDirectory
 from models import save_byte_model, save_pair
 from shared_data import FOLDER, shared
+from waiting import PATIENCE, wait_until
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 PROBLEMS = [{"id": f"p{i}", "problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(24)]
@@ -44,7 +44,7 @@ def words(*more: str | Path) -> list[str]:
 
 
 def run(*more: str | Path, code: int = 0, **environment: str) -> str:
-    done = subprocess.run(words(*more), env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words(*more), env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr
@@ -147,9 +147,7 @@ def test_a_killed_evaluation_goes_on_and_ends_the_same(model: Path, problems: Pa
     run(*options, "--out", whole)
     process = subprocess.Popen(words(*options, "--out", broken), env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     log = broken / "samples-aime24.jsonl"
-    deadline = time.monotonic() + 120
-    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: log.exists() and log.stat().st_size, "a sample")
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = log.read_text()
@@ -235,7 +233,7 @@ def test_in_training_the_same_code_and_the_best_checkpoint(tmp_path: Path) -> No
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps(settings))
     command = [sys.executable, "-m", "iwopd", "train", str(recipe), "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     records = list(RunDirectory(tmp_path / "run").read("evals.jsonl"))
     assert [record["step"] for record in records] == [0, 2, 4, 6, 8]

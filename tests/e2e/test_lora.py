@@ -217,6 +217,9 @@ def test_adapter_and_merged_export_load_plainly(trained: Path, tmp_path: Path, c
     card = (tmp_path / "merged" / "README.md").read_text()
     assert 'library_name: "transformers"' in card
     assert "adapter:" not in card
+    for folder in (tmp_path / "adapter", tmp_path / "merged"):
+        assert (folder / "config.toml").read_text() == (trained / "whole" / "config.toml").read_text()
+        assert len({file.stat().st_mode for file in folder.rglob("*") if file.is_file()}) == 1  # weights, too: by the umask
 
 
 def test_a_whole_student_is_exported_too(trained: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from iwopd.config import make_config
 from iwopd.runs.directory import RunDirectory
 from iwopd.train.many import ManyRunsError, PlannedRun, _start, run_all
 from models import save_pair
+from waiting import wait_until
 
 
 def planned(folder: Path, settings: dict[str, Any], count: int) -> list[PlannedRun]:
@@ -26,9 +26,7 @@ def test_runs_are_resumed_and_made_once(tmp_path: Path) -> None:
     screen = Console(file=io.StringIO())
     many = planned(tmp_path / "runs", {**save_pair(tmp_path), "steps": 30}, 2)
     begun: subprocess.Popen[bytes] = _start(many[0])
-    deadline = time.monotonic() + 120
-    while not list((many[0].folder / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: list((many[0].folder / "checkpoints").glob("step-*")), "a checkpoint")
     begun.kill()
     begun.wait()
     assert not many[0].finished

@@ -22,6 +22,7 @@ from iwopd.errors import UserError
 from iwopd.eval import workers
 from iwopd.eval.math import check_math, check_math_many
 from iwopd.eval.workers import MathWorkerError, WorkerPool
+from waiting import PATIENCE
 
 HANGS = r"9^{9^{9^{9}}}"
 SLOW = r"\sum_{k=1}^{10^9}\frac{1}{k}"  # sums for minutes
@@ -46,7 +47,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: object, seconds: float = 30.0) -> bool:
+def wait_for(condition: object, seconds: float = PATIENCE) -> bool:
     assert callable(condition)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -202,7 +203,7 @@ def test_closing_a_pool_ends_its_busy_worker(pool: WorkerPool) -> None:
     assert wait_for(pool.pids)
     [pid] = pool.pids()
     pool.close()
-    thread.join(20.0)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert not running(pid)
     assert "closed" in str(failures[0])
@@ -241,7 +242,7 @@ def test_a_script_without_a_main_guard_runs_once_and_leaves_nothing_running(tmp_
         "print([o.status for o in check_math_many([(r'\\boxed{x+x}', '2x'), (r'\\boxed{y+x}', '2x')], workers=2)])\n"
         "print(*shared_pool().pids())\n",
     )
-    lines = program.communicate(timeout=120)[0].splitlines()
+    lines = program.communicate(timeout=PATIENCE)[0].splitlines()
     assert program.returncode == 0
     assert lines[:3] == ["start", "correct", "['correct', 'wrong']"]
     pids = [int(pid) for pid in lines[3].split()]
@@ -267,7 +268,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path, busy: bool) -> 
     assert all(running(pid) for pid in pids)
     program.kill()
     program.communicate()
-    assert wait_for(lambda: not any(running(pid) for pid in pids), 10.0)
+    assert wait_for(lambda: not any(running(pid) for pid in pids))
 
 
 FOUND_ESCAPE = "the answer has the control character U+001B at position 0"

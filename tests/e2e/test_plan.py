@@ -12,7 +12,7 @@ import tomli_w
 from iwopd.cli import main
 from models import save_pair
 
-RECIPES = Path(__file__).parents[2] / "recipes" / "paper"
+RECIPES = Path(__file__).parents[2] / "src" / "iwopd" / "recipes" / "paper"
 LARGE = RECIPES / "qwen3-30b-a3b-from-qwen3-235b-a22b-instruct-2507-iw-opd-math.toml"
 SMALL = RECIPES / "qwen3-0.6b-from-qwen3-4b-instruct-2507-iw-opd-math.toml"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from iwopd.analysis.probe.alignment import TokenGradients
 from iwopd.analysis.probe.result import Probe, read_probe
 from iwopd.cli import add_command
 from iwopd.errors import UserError
-from iwopd.tiny import task
+from iwopd.tiny import build_tokenizer, task
 from models import make_model, save_byte_model, save_pair
 
 Run = Callable[..., Probe]
@@ -50,6 +52,55 @@ def run(pair: Path, tmp_path: Path) -> Run:
     return attempt
 
 
+SKIPPED = ("--skip", "handoff,horizons,agreement")
+
+
+def test_a_probe_that_was_stopped_goes_on(
+    run: Run, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--prompts", pair / "solved.jsonl", "--limit", "2", "--max-tokens", "8", "--batches", "1", *SKIPPED)
+    original, passes = TokenGradients.of, 0
+
+    def stopped(self: TokenGradients, coefficients: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal passes
+        passes += 1
+        if passes == 5:  # the way to the solutions, and three updates
+            raise KeyboardInterrupt
+        return original(self, coefficients)
+
+    monkeypatch.setattr(TokenGradients, "of", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(*words)
+    (announced,) = re.findall(r"alignment: up to (\d+) passes with gradients \(", capsys.readouterr().err)
+    again = run(*words)
+    said = capsys.readouterr().err
+    assert "going on with a probe that was stopped: 2 rollouts, 3 cosines" in said
+    assert "passes with gradients, 3 of which were there already" in said
+    assert passes == 5 + int(announced) - 3
+    assert not (tmp_path / "out.json.parts").exists()
+    whole = run(*words)
+    assert again.model_copy(update={"seconds": {}}) == whole.model_copy(update={"seconds": {}})
+
+
+def test_what_was_kept_of_another_probe_is_not_used(
+    run: Run, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words: tuple[str | Path, ...] = ("--prompts", pair / "solved.jsonl", "--limit", "2", "--max-tokens", "8")
+    with monkeypatch.context() as stopped:
+
+        def stop(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        stopped.setattr("iwopd.analysis.probe.run.score_tokens", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(*words, "--skip", "handoff")
+    assert (tmp_path / "out.json.parts" / "rollouts.json").is_file()
+    capsys.readouterr()
+    found = run(*words, "--seed", "1", "--skip", "handoff,alignment,horizons")
+    assert "going on" not in capsys.readouterr().err
+    assert found.settings["seed"] == 1
+
+
 def test_everything_at_once(run: Run, pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--max-tokens", "16", "--samples", "2", "--continuations", "2", "--batches", "3", "--gamma", "1.5", "--json")
     found = run("--prompts", pair / "solved.jsonl", "--task", "tiny", *options)
@@ -79,6 +130,11 @@ def test_everything_at_once(run: Run, pair: Path, capsys: pytest.CaptureFixture[
     assert found.settings["gamma"] == 1.5
     keys = [rule.key for rule in found.rules.rules]
     assert {"power", "baseline", "clipped", "log-mix", "teacher-entropy", "tip", "prune", "sod", "rising", "scope"} <= set(keys)
+    assert {"until-drift", "survival-share", "gated"} <= set(keys)
+    assert found.agreement is not None
+    assert (found.agreement.batches, found.agreement.batch_prompts) == (3, 2)
+    assert -1 <= (found.agreement.cosine.mean or 0.0) <= 1
+    assert "tokens after a drift" in " ".join(found.verdict)
     assert (found.alignment.verdicts == []) == (found.alignment.compared == 0)
     assert found.horizons is not None
     assert found.horizons.horizons[0].key == "full"
@@ -105,6 +161,7 @@ def test_the_same_seed_gives_the_same_numbers(run: Run, pair: Path) -> None:
 def test_without_answers_and_solutions(run: Run, pair: Path) -> None:
     found = run("--prompts", pair / "prompts.jsonl", "--max-tokens", "12", "--limit", "6")
     assert found.missing.keys() == {"handoff", "alignment"}
+    assert found.agreement is not None  # it needs neither
     assert found.horizons is not None
     assert all(one.solutions is None for one in found.horizons.horizons[0].methods)
     assert "add the field 'answer'" in found.missing["handoff"]
@@ -115,6 +172,21 @@ def test_without_answers_and_solutions(run: Run, pair: Path) -> None:
     assert found.rules is not None
     assert "scope" not in [rule.key for rule in found.rules.rules]
     assert any("SCOPE" in note and "nobody judges the rollouts" in note for note in found.notes)
+
+
+def test_pairs_whose_gradients_cannot_be_compared(run: Run, pair: Path, tmp_path: Path) -> None:
+    capped = tmp_path / "capped"
+    make_model("gemma2", seed=3).save_pretrained(capped)
+    build_tokenizer().save_pretrained(capped)
+    skipped = ("--skip", "handoff,alignment,horizons,likelihood,overlap")
+    options = ("--prompts", pair / "prompts.jsonl", "--max-tokens", "8", "--limit", "4", *skipped)
+    found = run(*options, teacher=capped)
+    assert found.agreement is None
+    assert "more than a matrix" in found.missing["agreement"]
+    found = run(*options, teacher=pair / "student")
+    assert "the rollouts lose nothing under the teacher" in found.missing["agreement"]
+    assert found.rules is not None
+    assert run(*options[:-1], skipped[1] + ",agreement").missing["agreement"] == "left out with --skip"
 
 
 def test_a_task_brings_problems_checker_and_solutions(run: Run, tmp_path: Path) -> None:
@@ -170,7 +242,7 @@ def test_rollouts_that_are_all_empty(run: Run, pair: Path, tmp_path: Path) -> No
     silent = constant_model(tmp_path / "silent", pair / "student", 1)
     found = run("--prompts", pair / "solved.jsonl", "--task", "tiny", "--continuations", "1", student=silent)
     assert found.rollouts.empty == found.rollouts.rollouts == 8
-    assert found.missing.keys() == {"positions", "overlap", "likelihood", "rules", "alignment", "horizons"}
+    assert found.missing.keys() == {"positions", "overlap", "likelihood", "rules", "alignment", "agreement", "horizons"}
     assert all("all rollouts are empty" in reason for reason in found.missing.values())
     assert found.handoff is not None
     assert found.handoff.student is not None
@@ -184,7 +256,8 @@ def test_rollouts_that_are_all_cut_off(run: Run, pair: Path, tmp_path: Path) -> 
     )
     assert found.rollouts.truncated == found.rollouts.rollouts == 8
     assert any("cut off at --max-tokens 10" in note and "Raise" in note for note in found.notes)
-    assert found.missing == {}
+    assert found.missing.keys() == {"agreement"}  # a student that is certain of every token has no gradient
+    assert "the student is certain of all its tokens" in found.missing["agreement"]
     assert found.handoff is not None
     assert found.handoff.student is None
     assert found.positions is not None
@@ -252,3 +325,16 @@ def test_the_embedded_world_shows_what_horizons_keep(tmp_path: Path) -> None:
     assert plain is not None
     assert (survival.in_batch.mean or 0.0) > 0.99
     assert (plain.in_batch.mean or 1.0) < 0.95
+
+
+@pytest.mark.slow
+def test_the_embedded_world_shows_where_tokens_after_a_drift_pull(tmp_path: Path) -> None:
+    """In `clean` the teacher leads back to the right answer, so they pull the same way."""
+    parts = ("--skip", "handoff,positions,overlap,likelihood,rules,alignment,horizons")
+    call("--world", "clean", "--limit", "256", *parts, "-o", tmp_path / "probe.json")
+    found = read_probe(tmp_path / "probe.json")
+    assert found.agreement is not None
+    assert (found.agreement.batches, found.agreement.batch_prompts) == (8, 32)
+    assert 0.1 < (found.agreement.cosine.mean or 0.0) < 0.6
+    assert (found.agreement.cosine.low or 0.0) > 0
+    assert 0 < (found.agreement.gate or 0.0) <= 1

@@ -55,7 +55,7 @@ def test_two_processes_share_the_checks_and_do_not_wait_for_ever(tmp_path: Path,
         "eval": {"tasks": ["aime25"], "data": {"aime25": str(tmp_path / "problems.jsonl")}, "every": 9, "max_tokens": 4},
         "tracking": {"console": "off"},
     }
-    said = train_in_ranks(2, settings, tmp_path / "run", before=BEFORE, code=1)
+    said = train_in_ranks(2, settings, tmp_path / "run", before=BEFORE, code=1, launcher=True)
     assert f"process 0 of 2 waited {TIMEOUT} seconds for another one (rank_timeout)" in said
     assert "raise rank_timeout" in said
     assert [(tmp_path / f"checked{rank}").read_text() for rank in (0, 1)] == ["3 ", "2 "]

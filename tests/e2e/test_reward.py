@@ -22,6 +22,7 @@ from iwopd.eval.task import Verdict, one_by_one
 from iwopd.runs.directory import RunDirectory
 from iwopd.train import checking, loop
 from iwopd.train.run import run_training
+from iwopd.train.state import TrainingStoppedError
 from iwopd.types import Prompt
 from models import save_pair
 from ranks import train_in_ranks
@@ -148,7 +149,7 @@ def test_an_interrupted_run_with_a_reward_resumes_exactly(
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step", power_cut)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(TrainingStoppedError, match="stopped in step"):
             train(settings, tmp_path / "cut")
     assert len(metrics(tmp_path / "cut")) == 3
     assert train(settings, tmp_path / "cut", resume=True) == whole

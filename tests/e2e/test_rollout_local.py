@@ -340,3 +340,17 @@ def test_a_listener_hears_of_finished_rollouts_while_others_are_written(path: An
     assert min(step for step, _ in heard.values()) < longest / 2  # early ones were not kept back
     assert all(len(rollout) - 1 <= step for step, rollout in heard.values())
     assert shortest < longest
+
+
+@pytest.mark.parametrize("cache_tokens", [None, 200])
+def test_progress_counts_every_token_and_answer(cache_tokens: int | None) -> None:
+    sampler = LocalSampler(build("qwen3"), SamplingSettings(12, stop_ids=set(range(20))), cache_tokens=cache_tokens)
+    told: list[tuple[int, int]] = []
+    quiet = sampler.sample(make_prompts(9), seed=0, step=0, samples=2)
+    sampler.progress = lambda answers, tokens: told.append((answers, tokens))
+    rollouts = sampler.sample(make_prompts(9), seed=0, step=0, samples=2)
+    assert texts(rollouts) == texts(quiet)
+    assert len({len(rollout) for rollout in rollouts}) > 2
+    assert sum(answers for answers, _ in told) == len(rollouts) == 18
+    assert sum(tokens for _, tokens in told) == sum(map(len, rollouts))
+    assert len(told) >= 12  # while they are written, not at the end

@@ -22,6 +22,7 @@ from iwopd.runs.directory import RunDirectory
 from iwopd.train.sharding import ShardedWeights, ShardingError
 from models import make_model, save_pair
 from shard_ranks import CASES, COPIED, WORLDS
+from waiting import PATIENCE
 
 TESTS = Path(__file__).resolve().parents[1]
 SEVERAL = [world for world in WORLDS if world > 1]
@@ -37,7 +38,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [sys.executable, str(TESTS / "shard_ranks.py"), str(folder)]
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=2100)
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     logs = "\n".join(log.read_text()[-3000:] for log in sorted(folder.glob("turn*.log")))
     assert ended.returncode == 0, ended.stderr[-3000:] + logs
     return folder

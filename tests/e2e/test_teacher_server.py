@@ -34,6 +34,7 @@ from iwopd.teacher.server import ServerScorer
 from iwopd.train.run import run_training
 from iwopd.types import Prompt, Rollout
 from models import make_model, save_pair
+from waiting import PATIENCE, wait_until
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 STEPS = 4
@@ -59,9 +60,11 @@ class Processes:
         given = ["--port", "0"] if "--port" not in words else []
         process = self.start("serve-teacher", model, "--threads", "1", *given, *words, **environment)
         assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"at (http://\S+) ", line)
-        assert found, line + process.stdout.read()
+        found, said = None, ""
+        while found is None and (line := process.stdout.readline()):
+            said += line
+            found = re.search(r"at (http://\S+) ", line)
+        assert found, said
         return process, found[1]
 
     def end(self) -> None:
@@ -198,7 +201,7 @@ def test_padding_rows_have_no_share_in_the_softmax(padded: Path, processes: Proc
 
 def test_a_tokenizer_that_cannot_be_read_is_not_passed_over(padded: Path, processes: Processes) -> None:
     process = processes.start("serve-teacher", padded, "--port", "0")
-    text = process.communicate(timeout=60)[0]
+    text = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 2
     assert re.search(r"cannot load a tokenizer from .*--trust-remote-code.*--vocab-size", text, re.DOTALL)
     asked = rollouts(5)
@@ -213,7 +216,7 @@ def status(url: str, *, token: str | None = None, data: bytes | None = None) -> 
     if token is not None:
         request.add_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         error.close()
@@ -227,7 +230,7 @@ def test_rubbish_does_not_bring_it_down(server: str) -> None:
         assert status(f"{server}/v1/completions", data=rubbish) == 400
     host, port = server.removeprefix("http://").split(":")
     for words in (b"\0\xff\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n"):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
             connection.sendall(words)
             assert re.search(rb" 4\d\d |Error response", connection.recv(200))
     assert status(f"{server}/health") == 200
@@ -248,7 +251,7 @@ def test_with_a_token_nobody_else_is_served(
     with pytest.raises(TeacherError, match="HTTP 401"):
         ServerScorer(TeacherSource(urls=[url])).score(asked)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=PATIENCE) == 0
 
 
 def test_what_cannot_be_served_ends_with_one_line(
@@ -366,13 +369,11 @@ def recipe(folder: Path, settings: dict[str, Any], **change: Any) -> Path:
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 180
-    while time.monotonic() < end:
-        if (folder / "metrics.jsonl").exists() and len(list(RunDirectory(folder).read("metrics.jsonl"))) >= step:
-            return
+    def reached() -> bool:
         assert process.poll() is None, process.stdout.read() if process.stdout else ""
-        time.sleep(0.01)
-    pytest.fail(f"step {step} was not reached in time")
+        return (folder / "metrics.jsonl").exists() and len(list(RunDirectory(folder).read("metrics.jsonl"))) >= step
+
+    wait_until(reached, f"step {step}")
 
 
 @pytest.mark.slow
@@ -388,7 +389,7 @@ def test_a_server_that_is_away_delays_the_run(pair: dict[str, Any], local: Path,
     assert training.poll() is None
     assert len(list(RunDirectory(tmp_path / "run").read("metrics.jsonl"))) < STEPS
     processes.serve(teacher, "--port", url.rpartition(":")[2])
-    said, _ = training.communicate(timeout=180)
+    said, _ = training.communicate(timeout=PATIENCE)
     assert training.returncode == 0, said
     assert "does not answer" in said
     assert "answers again" in said
@@ -406,7 +407,7 @@ def test_a_server_that_is_gone_ends_the_run_with_a_checkpoint(
     training = processes.start("train", made, "--out", tmp_path / "run")
     wait_for_step(tmp_path / "run", 2, training)
     serving.kill()
-    said, _ = training.communicate(timeout=180)
+    said, _ = training.communicate(timeout=PATIENCE)
     done = len(list(RunDirectory(tmp_path / "run").read("metrics.jsonl")))
     assert 2 <= done < STEPS
     assert training.returncode == 1, said
@@ -416,7 +417,7 @@ def test_a_server_that_is_gone_ends_the_run_with_a_checkpoint(
     assert (tmp_path / "run" / "checkpoints" / f"step-{done:06d}" / "manifest.json").exists()
     _, another = processes.serve(teacher)
     resumed = processes.start("train", tmp_path / "run", "--resume", "--teacher.urls", f"['{another}']")
-    said, _ = resumed.communicate(timeout=180)
+    said, _ = resumed.communicate(timeout=PATIENCE)
     assert resumed.returncode == 0, said
     assert_same_training(tmp_path / "run", local)
 
@@ -430,13 +431,13 @@ def test_two_ranks_overlap_with_a_server_and_lose_it_together(
     two = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "iwopd")
     made = recipe(tmp_path, pair, teacher={"urls": [url], "patience": 2.0})
     both = processes.start("train", made, "--out", tmp_path / "run", launcher=two)
-    said, _ = both.communicate(timeout=300)
+    said, _ = both.communicate(timeout=PATIENCE)
     assert both.returncode == 0, said
     assert_same_training(tmp_path / "run", local)
     longer = processes.start("train", tmp_path / "run", "--resume", "--steps", "60", launcher=two)
     wait_for_step(tmp_path / "run", STEPS + 1, longer)
     serving.kill()
-    said, _ = longer.communicate(timeout=180)
+    said, _ = longer.communicate(timeout=PATIENCE)
     done = len(list(RunDirectory(tmp_path / "run").read("metrics.jsonl")))
     assert longer.returncode != 0
     assert f"Step {done} was the last finished one and is saved" in said

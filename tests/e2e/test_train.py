@@ -17,8 +17,16 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
+import forked
+from forked import Forked
+from iwopd.cli import main
+from iwopd.lm import ResponseModel
 from iwopd.runs.directory import RunDirectory
+from iwopd.train import loop
+from iwopd.train.learner import Learner
 from models import save_pair
+from ranks import train_in_ranks
+from waiting import PATIENCE, wait_until
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -34,12 +42,8 @@ def recipe(folder: Path, settings: dict[str, Any], **change: Any) -> Path:
     return path
 
 
-def command(*words: str | Path) -> list[str]:
-    return [sys.executable, "-m", "iwopd", "train", *(str(word) for word in words)]
-
-
 def run(*words: str | Path, code: int = 0) -> str:
-    done = subprocess.run(command(*words), env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    done = forked.run("train", *words, env=ENVIRONMENT)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr
@@ -69,7 +73,13 @@ def assert_same_run(one: Path, other: Path) -> None:
 def uninterrupted(pair: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Several updates a step, micro-batches of few rows, and an epoch boundary (48 prompts, 16 a step: after step 3)."""
     folder = tmp_path_factory.mktemp("whole")
-    run(recipe(folder, several(pair)), "--out", folder / "run")
+    words = [
+        "train",
+        str(recipe(folder, several(pair))),
+        "--out",
+        str(folder / "run"),
+    ]  # its hash seed is not that of the resumed ones
+    subprocess.run([sys.executable, "-m", "iwopd", *words], env=ENVIRONMENT, check=True, timeout=PATIENCE)
     return folder / "run"
 
 
@@ -101,15 +111,12 @@ def test_the_kl_to_the_teacher_falls(pair: dict[str, Any], tmp_path: Path) -> No
     assert sum(kl[-5:]) / 5 < 0.65 * sum(kl[:2]) / 2
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            pytest.fail(f"the run ended early with exit code {process.returncode}")
-        if (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= step:
-            return
-        time.sleep(0.01)
-    pytest.fail(f"step {step} was not reached in time")
+def wait_for_step(folder: Path, step: int, process: Forked) -> None:
+    def reached() -> bool:
+        assert process.poll() is None, f"the run ended early with exit code {process.returncode}"
+        return (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= step
+
+    wait_until(reached, f"step {step}")
 
 
 def test_mixed_precision_learns_the_same(pair: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,16 +133,16 @@ def test_mixed_precision_learns_the_same(pair: dict[str, Any], tmp_path: Path, m
 
 
 @pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[bytes]]]:
-    processes: list[subprocess.Popen[bytes]] = []
+def started() -> Iterator[list[Forked]]:
+    processes: list[Forked] = []
     yield processes
     for process in processes:
         process.kill()
         process.wait()
 
 
-def start(started: list[subprocess.Popen[bytes]], *words: str | Path) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(command(*words), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def start(started: list[Forked], *words: str | Path) -> Forked:
+    process = forked.start("train", *words, env=ENVIRONMENT, quiet=True)
     started.append(process)
     return process
 
@@ -143,7 +150,7 @@ def start(started: list[subprocess.Popen[bytes]], *words: str | Path) -> subproc
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "delay"), [(1, 0.0), (3, 0.05), (4, 0.02), (5, 0.1)])
 def test_after_kill_9_a_resumed_run_is_bitwise_the_uninterrupted_one(
-    step: int, delay: float, pair: dict[str, Any], uninterrupted: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]]
+    step: int, delay: float, pair: dict[str, Any], uninterrupted: Path, tmp_path: Path, started: list[Forked]
 ) -> None:
     """Before the first checkpoint, at the epoch boundary, around a save, between saves."""
     made = recipe(tmp_path, several(pair))
@@ -159,12 +166,12 @@ def test_after_kill_9_a_resumed_run_is_bitwise_the_uninterrupted_one(
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_finishes_the_step_saves_and_says_so(
-    number: int, code: int, pair: dict[str, Any], uninterrupted: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]]
+    number: int, code: int, pair: dict[str, Any], uninterrupted: Path, tmp_path: Path, started: list[Forked]
 ) -> None:
     process = start(started, recipe(tmp_path, several(pair)), "--out", tmp_path / "run")
     wait_for_step(tmp_path / "run", 1, process)
     process.send_signal(number)
-    assert process.wait(timeout=60) == code
+    assert process.wait(timeout=PATIENCE) == code
     done = len(metrics(tmp_path / "run"))
     assert done < 6
     assert (tmp_path / "run" / "checkpoints" / f"step-{done:06d}" / "manifest.json").exists()
@@ -204,27 +211,31 @@ def test_resuming_with_other_settings_or_data_is_refused_by_name(pair: dict[str,
     assert "holds a run already" in said
 
 
-def test_a_broken_gradient_is_skipped_counted_dumped_and_ends_the_run(tmp_path: Path) -> None:
+def train_here(capfd: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
+    """The command in this process, where parts of it can be broken: its exit code and what it said to stderr."""
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *map(str, words)])
+    return int(ended.value.code or 0), capfd.readouterr().err
+
+
+def test_a_broken_gradient_is_skipped_counted_dumped_and_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A NaN in a parameter that only the backward pass of a few tokens meets: log-probs are fine, gradients are not."""
     settings = save_pair(tmp_path)
-    script = tmp_path / "broken.py"
-    script.write_text(
-        "import sys\n"
-        "import torch\n"
-        "from iwopd.train import learner\n"
-        "whole = learner.Learner._accumulate\n"
-        "def broken(self, *arguments):\n"
-        "    out = whole(self, *arguments)\n"
-        "    self.weights.parameters[3].grad[0] = float('nan')\n"
-        "    return out\n"
-        "learner.Learner._accumulate = broken\n"
-        "from iwopd.cli import main\n"
-        "main(sys.argv[1:])\n"
-    )
-    words = [sys.executable, script, "train", recipe(tmp_path, settings), "--out", tmp_path / "run"]
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert "loss or gradient was not finite in 3 steps in a row" in done.stderr
+    whole = Learner._accumulate
+
+    def broken(self: Learner, *arguments: Any) -> Any:
+        out = whole(self, *arguments)
+        gradient = self.weights.parameters[3].grad
+        assert gradient is not None
+        gradient[0] = float("nan")
+        return out
+
+    monkeypatch.setattr(Learner, "_accumulate", broken)
+    code, said = train_here(capfd, recipe(tmp_path, settings), "--out", tmp_path / "run")
+    assert code == 1
+    assert "loss or gradient was not finite in 3 steps in a row" in said
     records = metrics(tmp_path / "run")
     assert [record["skipped"] for record in records] == [True, True, True]
     assert records[0]["grad_norm"] is None
@@ -236,27 +247,6 @@ def test_a_broken_gradient_is_skipped_counted_dumped_and_ends_the_run(tmp_path: 
         assert torch.equal(tensor, before[name]), name
 
 
-BROKEN = """
-import sys
-from iwopd.lm import ResponseModel
-from iwopd.train import loop
-hidden, take_step, seen, steps = ResponseModel.token_hidden, loop.take_step, [], []
-def counted(*arguments):  # the checks before the first step have gradients, too
-    steps.append(1)
-    return take_step(*arguments)
-def broken(self, sequences):
-    out = hidden(self, sequences)
-    if steps and out.requires_grad:
-        seen.append(1)
-        if str(len(seen)) in sys.argv[1]:
-            return out * float("nan")
-    return out
-ResponseModel.token_hidden, loop.take_step = broken, counted
-from iwopd.cli import main
-main(sys.argv[2:])
-"""
-
-
 @pytest.mark.parametrize(
     ("calls", "budget"),
     [
@@ -265,14 +255,32 @@ main(sys.argv[2:])
     ],
 )
 def test_logprobs_that_are_no_numbers_skip_one_update_and_the_run_goes_on(
-    calls: str, budget: int, pair: dict[str, Any], tmp_path: Path
+    calls: str,
+    budget: int,
+    pair: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    script = tmp_path / "broken.py"
-    script.write_text(BROKEN)
+    hidden, take_step, seen, steps = ResponseModel.token_hidden, loop.take_step, [], []
+
+    def counted(*arguments: Any) -> Any:  # the checks before the first step have gradients, too
+        steps.append(1)
+        return take_step(*arguments)
+
+    def broken(self: ResponseModel, sequences: Any) -> Any:
+        out = hidden(self, sequences)
+        if steps and out.requires_grad:
+            seen.append(1)
+            if str(len(seen)) in calls:
+                return out * float("nan")
+        return out
+
+    monkeypatch.setattr(ResponseModel, "token_hidden", broken)
+    monkeypatch.setattr(loop, "take_step", counted)
     settings = recipe(tmp_path, {**pair, "steps": 3, "optim": {"lr": 1e-3, "token_budget": budget}})
-    words = [sys.executable, script, calls, "train", settings, "--out", tmp_path / "run"]
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    code, said = train_here(capfd, settings, "--out", tmp_path / "run")
+    assert code == 0, said
     records = metrics(tmp_path / "run")
     assert [record["skipped"] for record in records].count(True) == 1
     assert len(list((tmp_path / "run").glob("skipped-step-*.safetensors"))) == 1
@@ -331,37 +339,14 @@ def test_every_method_trains(pair: dict[str, Any], tmp_path: Path) -> None:
         "    run_training(config, Path(sys.argv[2]) / name)\n"
     )
     words = [sys.executable, script, json.dumps(pair), tmp_path / "runs"]
-    subprocess.run(words, env=ENVIRONMENT, check=True, timeout=300)
+    subprocess.run(words, env=ENVIRONMENT, check=True, timeout=PATIENCE)
     losses = {name: metrics(tmp_path / "runs" / name)[0]["loss"] for name in METHODS}
     lengths = {metrics(tmp_path / "runs" / name)[0]["rollout/length_mean"] for name in METHODS}
     assert len(lengths) == 1  # same prompts, same noise: the first rollouts are the same
     assert losses["fixed-prefix"] == losses["curriculum"]  # a curriculum starts with the same 30 %
-    apart = [round(loss, 9) for name, loss in losses.items() if name not in ("opd", "exopd", "curriculum")]
+    assert losses["kl-gated"] == pytest.approx(losses["kl-survival"], abs=1e-7)  # a gate starts closed
+    apart = [round(loss, 9) for name, loss in losses.items() if name not in ("opd", "exopd", "curriculum", "kl-gated")]
     assert len(set(apart)) == len(apart)
-
-
-PARALLEL = """
-import json, sys
-import torch
-from pathlib import Path
-from accelerate import Accelerator
-from iwopd.config import make_config
-from iwopd.train.run import run_training
-
-settings = json.loads(sys.argv[1])
-run_training(make_config(settings), Path(sys.argv[2]), resume="resume" in sys.argv)
-"""
-
-
-def run_parallel(folder: Path, count: int, settings: dict[str, Any], out: Path, *more: str) -> None:
-    """Real gloo processes under torchrun."""
-    script = folder / "parallel.py"
-    script.write_text(PARALLEL)
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone"]
-    environment = {**ENVIRONMENT, "ACCELERATE_USE_CPU": "true"}
-    words = [*launcher, script, json.dumps(settings), out, *more]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -370,7 +355,7 @@ def test_two_processes_make_the_update_of_one(pair: dict[str, Any], tmp_path: Pa
     settings = {**pair, "steps": 1, "method": {"weights": "ideal", "params": {"alpha": 0.5, "normalize": "mean-one"}}}
     settings |= {"checkpoint": {"every": 1}, "tracking": {"console": "off"}}
     for count in (1, 2):
-        run_parallel(tmp_path, count, settings, tmp_path / f"run{count}")
+        train_in_ranks(count, settings, tmp_path / f"run{count}", launcher=count > 1)
     one, two = (metrics(tmp_path / f"run{count}")[0] for count in (1, 2))
     assert one["tokens"] == two["tokens"]
     assert abs(one["loss"] - two["loss"]) < 1e-5
@@ -385,9 +370,9 @@ def test_two_processes_make_the_update_of_one(pair: dict[str, Any], tmp_path: Pa
 @pytest.mark.slow
 def test_two_processes_resume_bitwise(pair: dict[str, Any], tmp_path: Path) -> None:
     settings = {**pair, "steps": 3, "checkpoint": {"every": 1}, "tracking": {"console": "off"}}
-    run_parallel(tmp_path, 2, settings, tmp_path / "whole")
-    run_parallel(tmp_path, 2, {**settings, "steps": 2}, tmp_path / "halves")
-    run_parallel(tmp_path, 2, settings, tmp_path / "halves", "resume")
+    train_in_ranks(2, settings, tmp_path / "whole")
+    train_in_ranks(2, {**settings, "steps": 2}, tmp_path / "halves")
+    train_in_ranks(2, settings, tmp_path / "halves", resume=True)
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "halves")
     first, second = final_state(tmp_path / "whole", step=3), final_state(tmp_path / "halves", step=3)
     for name, tensor in first.items():

@@ -17,6 +17,7 @@ from iwopd.eval.task import Task, Verdict, one_by_one
 from iwopd.rollout.local import LocalSampler
 from iwopd.train import assembly, loop
 from iwopd.train.run import run_training
+from iwopd.train.state import TrainingStoppedError
 from iwopd.types import Prompt
 from models import save_pair
 from ranks import train_in_ranks
@@ -94,7 +95,7 @@ def test_a_run_with_drift_stops_answers_and_resumes_exactly(
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step", power_cut)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(TrainingStoppedError, match="stopped in step"):
             train(settings, tmp_path / "cut")
     assert train(settings, tmp_path / "cut", resume=True) == whole
     assert same(state(tmp_path / "cut"), state(tmp_path / "whole"))

@@ -19,6 +19,7 @@ from iwopd.runs.logs import RunError
 from iwopd.tiny import build_tokenizer
 from iwopd.train import loop, mix
 from iwopd.train.run import run_training
+from iwopd.train.state import TrainingStoppedError
 from iwopd.types import Prompt, Rollout
 from models import make_model, save_pair
 from ranks import train_in_ranks
@@ -158,7 +159,7 @@ def test_micro_batches_change_nothing_and_a_run_resumes_exactly(
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step", power_cut)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(TrainingStoppedError, match="stopped in step"):
             train(settings, tmp_path / "cut")
     assert train(settings, tmp_path / "cut", resume=True) == whole
     assert same(state(tmp_path / "cut"), state(tmp_path / "whole"))

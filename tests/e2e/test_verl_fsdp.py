@@ -31,6 +31,7 @@ from iwopd.train.ranks import Ranks
 from iwopd.train.scoring import evidence_of, loss_columns, training_progress
 from iwopd.types import Prompt, Rollout, ScoredRollout, TokenBatch
 from models import save_pair
+from waiting import PATIENCE
 
 TESTS = Path(__file__).resolve().parents[1]
 STEPS, ROLLOUTS, RANKS = 3, 8, 2
@@ -176,7 +177,7 @@ def run_verl(folder: Path, configs: dict[str, Config], steps: list[list[Rollout]
             command = [sys.executable, "-W", "ignore", str(TESTS / "verl_rank.py"), str(folder)]
             processes.append(subprocess.Popen(command, env=shared | variables, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [process.wait(timeout=900) for process in processes]
+        codes = [process.wait(timeout=PATIENCE) for process in processes]
     finally:
         for process in processes:
             process.kill()

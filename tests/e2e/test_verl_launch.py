@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from waiting import PATIENCE
+
 ROOT = Path(__file__).parents[2]
-PAPER = ROOT / "recipes" / "paper" / "qwen3-1.7b-from-qwen3-30b-a3b-instruct-2507-iw-opd-math.toml"
-TINY = ROOT / "recipes" / "tiny" / "iw-opd.toml"
+PAPER = ROOT / "src" / "iwopd" / "recipes" / "paper" / "qwen3-1.7b-from-qwen3-30b-a3b-instruct-2507-iw-opd-math.toml"
+TINY = ROOT / "src" / "iwopd" / "recipes" / "tiny" / "iw-opd.toml"
 
 BARE = """
 import socket, sys
@@ -44,7 +46,7 @@ def _iwopd(folder: Path, *arguments: str, bare: bool = True, many: bool = False)
     environment = {**kept, "HF_HUB_OFFLINE": "1", "IWOPD_CACHE": str(folder / "cache"), "HF_HOME": str(folder / "hub")}
     program = ["-c", BARE + (MANY if many else ONE)] if bare else ["-m", "iwopd"]
     command = [sys.executable, *program, "train", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_dry_run_of_the_papers_recipe(tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ def test_dry_run_of_the_papers_recipe(tmp_path: Path) -> None:
     run = tmp_path / "runs" / f"{PAPER.stem}-seed0"
     assert words[start + 1 : start + 3] == ["-m", "iwopd.cluster.verl.main"]
     assert dict(word.split("=", 1) for word in words[:start]) == {
-        "RAY_ADDRESS": "local",
+        "RAY_ADDRESS": "auto",
         "VERL_FILE_LOGGER_PATH": str(run / "verl" / "metrics-001.jsonl"),
     }
     values = dict(word.lstrip("+").split("=", 1) for word in words[start + 3 :])

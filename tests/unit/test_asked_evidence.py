@@ -62,6 +62,7 @@ def step(section: dict[str, Any]) -> tuple[ScoredStep, Counting, Counting]:
         engine=SimpleNamespace(exact=True),
         rewards=None,
         thinking=None,
+        agreement=0.0,
         others=None,
     )
     written = Written(rollouts(), teacher, Ranks(), None, 1, objective.asks.teacher)

@@ -19,6 +19,7 @@ from iwopd.teacher.refusals import MOST_DRAWN, MOST_SEQUENCES, MOST_TOKENS
 from iwopd.teacher.serving import TeacherServer
 from models import make_model
 from served_teacher import served
+from waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def server() -> Iterator[TeacherServer]:
 
 
 def request(server: TeacherServer, body: bytes, path: str = "/v1/completions") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(str(urlsplit(server.url).netloc), timeout=60)
+    connection = http.client.HTTPConnection(str(urlsplit(server.url).netloc), timeout=PATIENCE)
     try:
         connection.request("POST", path, body)
         answer = connection.getresponse()
@@ -63,7 +64,7 @@ def test_more_than_one_client_may_ask_for_is_refused_with_the_limits(server: Tea
 
 def test_a_body_that_could_never_be_taken_is_not_read(server: TeacherServer) -> None:
     for length in (b"9" * 5000, b"%d" % 2**40, b"-1", b"x", "٣".encode()):
-        with socket.create_connection(server.server_address[:2], timeout=60) as connection:
+        with socket.create_connection(server.server_address[:2], timeout=PATIENCE) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + length + b"\r\n\r\n")
             content = connection.recv(2**12)
         assert b" 413 " in content
@@ -96,7 +97,7 @@ def test_requests_that_nobody_waits_for_are_dropped(server: TeacherServer, monke
     def slow(jobs: Any) -> Any:
         seen.append(sum(len(job.sequences) for job in jobs))
         working.set()
-        go_on.wait(60)
+        go_on.wait(PATIENCE)
         return looks(jobs)
 
     monkeypatch.setattr(model, "_look", slow)
@@ -104,7 +105,7 @@ def test_requests_that_nobody_waits_for_are_dropped(server: TeacherServer, monke
     answers: list[tuple[int, bytes]] = []
     first = threading.Thread(target=lambda: answers.append(request(server, body)))
     first.start()
-    working.wait(60)
+    working.wait(PATIENCE)
     dropped = model.dropped
     for _ in range(20):
         with socket.create_connection((address.hostname, address.port)) as leaving:

@@ -15,7 +15,7 @@ from iwopd import cli
 
 HEAVY = ("torch", "transformers", "numpy", "rich", "httpx", "sympy", "huggingface_hub")
 SECONDS = 0.5
-RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny" / "opd.toml")
+RECIPE = str(Path(__file__).parents[2] / "src" / "iwopd" / "recipes" / "tiny" / "opd.toml")
 RUNNER = f"""
 import json, resource, sys
 from iwopd.cli import main

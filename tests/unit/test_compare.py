@@ -129,7 +129,7 @@ def test_wrong_places_are_named(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="a step can be chosen for training runs only"):
         load(write_eval(tmp_path / "e", {"t": task([[1]])}), 7)
     (run / "evals.jsonl").write_text("")
-    with pytest.raises(ResultsError, match="has no evaluation yet"):
+    with pytest.raises(ResultsError, match="was never evaluated"):
         load(run)
 
 
@@ -341,6 +341,14 @@ def test_latex_has_the_papers_layout(paper: Comparison) -> None:
     assert text.count("{") - text.count(r"\{") == text.count("}") - text.count(r"\}")
     assert "\x1b" not in text
     assert latex(paper).count(r"\midrule") == 2
+
+
+def test_latex_without_areas_has_one_row_of_heads(tmp_path: Path) -> None:
+    data = {"tiny": task(draw(12, 2, 0.5), "tiny")}
+    text = latex(compare(names(*((None, write_eval(tmp_path / method, data, method=method)) for method in ("A", "B")))))
+    head = text[text.index(r"\toprule") : text.index(r"\midrule")].splitlines()[1:]
+    assert head == [r"\textbf{Student} & \textbf{Method} & tiny \\"]
+    assert "multicolumn" not in text
 
 
 def test_hostile_names_are_harmless_everywhere(paper: Comparison) -> None:

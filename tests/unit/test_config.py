@@ -13,7 +13,7 @@ from iwopd.config import ConfigError, config_toml, differences, load_config, mak
 from iwopd.demo import tiny_settings
 from iwopd.methods import METHODS, TITLES
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "iwopd" / "recipes"
 
 
 def test_every_recipe_loads_and_differs_in_the_method_only() -> None:
@@ -82,13 +82,13 @@ def test_dashes_stay_in_the_keys_that_users_choose() -> None:
         ({"optim": {"lrr": 1}}, "did you mean 'optim.lr'"),
         ({"method": {"lr": 1}}, "did you mean 'optim.lr'"),
         ({"optm": {"lr": 1}}, "did you mean 'optim.lr'"),
-        ({"optim": {"lr": -1}}, r"optim.lr: Input should be greater than 0 \(given: -1\)"),
+        ({"optim": {"lr": -1}}, r"optim.lr: must be above 0 \(given: -1\)"),
         ({"method": {"weights": "cumulative_share"}}, "did you mean 'cumulative-share'"),
         ({"method": {"weights": "uniform", "params": {"gamma": 1}}}, "weight rule 'uniform' has no parameter 'gamma'"),
         ({"models": {"world": None, "student": "x"}}, "give models.world, or both models.student and models.teacher"),
         ({"models": {"world": "clean", "student": "x"}}, "leave models.student and models.teacher out"),
         ({"models": {"student": "x", "teacher": "y"}}, "data.prompts must name a JSONL file"),
-        ({"rollout": {"truncated": "cut"}}, "rollout.truncated: Input should be 'keep', 'mask' or 'drop'"),
+        ({"rollout": {"truncated": "cut"}}, "rollout.truncated: must be one of 'keep', 'mask' or 'drop'"),
     ],
 )
 def test_a_wrong_setting_is_answered_with_the_right_one(values: dict[str, Any], message: str) -> None:
@@ -107,7 +107,7 @@ def test_a_wrong_setting_is_answered_with_the_right_one(values: dict[str, Any], 
         (["demo", "--methods", "grpo"], "unknown method 'grpo'"),
         (["demo", "--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["demo", "--world", "wild"], "unknown world 'wild'"),
-        (["train", str(RECIPES)], "cannot read"),
+        (["train", str(RECIPES)], "is a folder, and neither a recipe nor a run directory"),
     ],
 )
 def test_the_command_line_answers_bad_input_with_one_line(

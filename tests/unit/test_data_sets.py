@@ -337,8 +337,8 @@ def test_sets_in_a_recipe_and_back(tmp_path: Path) -> None:
     [
         ({"sets": [{"source": "a", "fitler": "x > 1"}]}, "data.sets.0.fitler: there is no such setting; did you mean 'filter'"),
         ({"sets": [{"source": "a", "filter": "x"}]}, "data.sets.0: cannot read the filter 'x'"),
-        ({"sets": [{"weight": 1}]}, "data.sets.0.source: Field required"),
-        ({"sets": [{"source": "a", "weight": 0}]}, "data.sets.0.weight: Input should be greater than 0"),
+        ({"sets": [{"weight": 1}]}, "data.sets.0.source: is needed and not there"),
+        ({"sets": [{"source": "a", "weight": 0}]}, "data.sets.0.weight: must be above 0"),
         ({"sets": [{"source": "a"}], "prompts": "b"}, "data.prompts is the short form: leave one of them out"),
     ],
 )

@@ -158,7 +158,7 @@ def test_what_it_says_of_itself() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": {"divergence": "jeffreys"}}, "divergence: Input should be 'reverse-kl', 'forward-kl', 'jsd'"),
+        ({"method": {"divergence": "jeffreys"}}, "divergence: must be one of 'reverse-kl', 'forward-kl', 'jsd'"),
         ({"method": {"beta": 0.3}}, "beta is not used .* it belongs to objective 'divergence' with divergence = 'jsd'"),
         ({"method": {"divergence": "jsd", "beta": 1.2}}, r"beta of divergence 'jsd' must lie in \[0, 1\], got 1.2"),
         ({"method": {"divergence": "skew-forward-kl", "alpha": 1.0}}, r"alpha .* must lie in \[0, 1\), got 1.0"),

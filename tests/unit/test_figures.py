@@ -38,7 +38,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_chart_and_sheet_in_its_width(folder: Path, tmp_path: Path) -> None:
     written, notes = write_figures([folder], tmp_path, file_format="png")
     names = {path.stem for path in written}
-    assert {"accuracy-0", "kl", "position-weights-last", "handoff", "health-loss", "health-stages"} <= names
+    assert {"accuracy-0", "gap", "position-weights-last", "handoff", "health-loss", "health-stages"} <= names
     assert {"panel-learning", "panel-position", "panel-health"} <= names
     assert notes.items == []
     for path in written:
@@ -80,11 +80,27 @@ def test_styles_differ_in_more_than_colour() -> None:
     assert axes.get_ylim()[0] == 0
 
 
+def test_log_probs_have_real_subscripts() -> None:
+    axes = Figure().add_subplot()
+    y = Axis("$5 for lp₀ − lp_T", range=(0.0, 1.5), tick=0.5)
+    draw(
+        axes,
+        Chart("c", "$x lp", Axis("$ lp_"), y, (Series("m", 0, [0, 1], [0.2, 1.4]),), "", lines=(("low", 0.1), ("high", 1.4))),
+    )
+    assert axes.get_ylabel() == r"\$5 for lp$_\mathrm{0}$ − lp$_\mathrm{T}$"
+    assert axes.get_xlabel() == "$ lp_"  # as it was
+    assert [tick for tick in axes.get_yticks() if 0 <= tick <= 1.5] == [0.0, 0.5, 1.0, 1.5]
+    assert {text.get_text(): text.get_verticalalignment() for text in axes.texts} == {
+        "low": "bottom",
+        "high": "top",
+    }  # away from the axes
+
+
 def test_damaged_runs_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "evals.jsonl").unlink()
     written, notes = write_figures([run], tmp_path / "out", file_format="svg")
-    assert "kl" in {path.stem for path in written}
+    assert "gap" in {path.stem for path in written}
     assert any("evals.jsonl is missing" in note.text for note in notes.items)
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(ReportError, match="nothing to draw"):

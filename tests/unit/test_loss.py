@@ -430,7 +430,7 @@ def test_a_whole_step_does_not_depend_on_the_split(name: str, params: dict[str, 
     mask, old = batch["mask"], batch["old_logprobs"]
     gap = algo.opd_advantages(batch["teacher_logprobs"], old, mask)
     weights = algo.token_weights(name, gap, mask, progress=0.4, **params)
-    supervised = algo.supervised_mask(name, mask, **params)
+    supervised = algo.supervised_mask(name, mask, weights=weights, **params)
     gradients = []
     for parts in ([range(6)], [[0], [1, 2], [3, 5], [4]]):
         logprobs = batch["logprobs"].clone().requires_grad_()

@@ -24,8 +24,8 @@ KEPT = torch.tensor([16, 33, 24, 8, 26, 8])
 WRITTEN = torch.arange(40) < KEPT[:, None]
 FULL = length_mask(LENGTHS)
 STOPPED = torch.tensor(LENGTHS) > KEPT
-PARAMS: dict[str, dict[str, Any]] = {"sod": {"tokens": 12}}
-"""Where the defaults would see nothing of answers that are so short."""
+PARAMS: dict[str, dict[str, Any]] = {"sod": {"tokens": 12}, "gated": {"agreement": 0.2}}
+"""Where the defaults would see nothing of answers that are so short; and a number of the steps before."""
 
 
 def evidence(seed: int = 0) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from iwopd.train.mix import chosen_places
 from iwopd.types import Prompt, Rollout, ScoredRollout, TokenBatch
 from models import byte_tokenizer
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "iwopd" / "recipes"
 
 
 @pytest.mark.parametrize(("count", "share"), [(64, 0.25), (100, 0.29), (7, 0.1), (3, 0.5), (5, 1.0), (5, 0.0), (1, 0.3)])
@@ -44,12 +44,12 @@ SEVERAL = {**SERVED, "teacher": {"others": {"two": {"model": "e/f"}}}}
 @pytest.mark.parametrize(
     ("settings", "mix", "words"),
     [
-        (WORLD, {"share": 1.5}, "rollout.mix.share: Input should be less than or equal to 1"),
-        (WORLD, {"share": -0.1}, "rollout.mix.share: Input should be greater than or equal to 0"),
-        (WORLD, {"share": 0.5, "coefficient": 0}, "coefficient: Input should be greater than 0"),
+        (WORLD, {"share": 1.5}, "rollout.mix.share: must be at most 1"),
+        (WORLD, {"share": -0.1}, "rollout.mix.share: must be at least 0"),
+        (WORLD, {"share": 0.5, "coefficient": 0}, "coefficient: must be above 0"),
         (WORLD, {"share": 0.5, "afterwards": 0.1}, "steps, after which it holds, is empty: set steps"),
-        (WORLD, {"share": 0.5, "source": "somebody"}, "rollout.mix.source: Input should be 'data' or 'teacher'"),
-        (WORLD, {"share": 0.5, "objective": "opd"}, "rollout.mix.objective: Input should be 'likelihood' or 'forward-kl'"),
+        (WORLD, {"share": 0.5, "source": "somebody"}, "rollout.mix.source: must be 'data' or 'teacher'"),
+        (WORLD, {"share": 0.5, "objective": "opd"}, "rollout.mix.objective: must be 'likelihood' or 'forward-kl'"),
         (WORLD, {"share": 0.5, "field": "solution"}, "it writes its own solutions: leave it out"),
         (WORLD, {"share": 0.5, "source": "teacher", "field": "solution"}, "the teacher writes: set source = 'data'"),
         (WORLD, {"share": 0.5, "temperature": 0.5}, "nothing is drawn: set source = 'teacher'"),

@@ -33,7 +33,7 @@ def test_opd_signal_is_gap_times_weights_on_supervised_tokens(name: str, params:
     assert torch.equal(made.gap, gap)
     assert torch.equal(made.weights, weights)
     assert torch.equal(made.advantages, gap * weights)
-    assert torch.equal(made.supervised, algo.supervised_mask(name, mask, **params))
+    assert torch.equal(made.supervised, algo.supervised_mask(name, mask, weights=weights, **params))
 
 
 def test_iw_exopd_applies_the_weights_once() -> None:
@@ -123,8 +123,8 @@ def test_the_fused_loss_and_the_one_from_logprobs_are_the_same() -> None:
         ({"correction_threshold": 0.0}, "correction_threshold must be positive"),
         ({"weights": "survival", "params": {"tau": 0.0}}, "tau must be positive"),
         ({"weights": "survival", "params": {"tu": 1.0}}, "did you mean 'tau'"),
-        ({"weights": "survival", "params": {"tau": "x"}}, "weight rule 'survival': tau must be float, got 'x'"),
-        ({"weights": "cumulative-share", "params": {"blend": 3}}, "blend must be bool, got 3"),
+        ({"weights": "survival", "params": {"tau": "x"}}, "weight rule 'survival': tau must be a number, got 'x'"),
+        ({"weights": "cumulative-share", "params": {"blend": 3}}, "blend must be true or false, got 3"),
         ({"weights": "cumulative-share", "params": {"total": "half"}}, "total must be 'paper' or 'all', got 'half'"),
         ({"weights": "surviva"}, "did you mean 'survival'"),
     ],

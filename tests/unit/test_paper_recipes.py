@@ -18,8 +18,9 @@ from iwopd.config import Config, differences, load_config
 from iwopd.data.sets import NAMED
 from iwopd.eval.catalog import find_task
 from iwopd.methods import METHODS
+from waiting import PATIENCE
 
-FOLDER = Path(__file__).parents[2] / "recipes" / "paper"
+FOLDER = Path(__file__).parents[2] / "src" / "iwopd" / "recipes" / "paper"
 FILES = sorted(FOLDER.glob("*.toml"))
 FOUR, THIRTY, LARGEST = "qwen3-4b-instruct-2507", "qwen3-30b-a3b-instruct-2507", "qwen3-235b-a22b-instruct-2507"
 
@@ -138,6 +139,6 @@ for path in sys.argv[2:]:
             print(Path(path).stem, finding.text())
 """
     words = [sys.executable, "-c", code, str(tmp_path / "run"), *(str(path) for path in FILES)]
-    done = subprocess.run(words, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""

@@ -27,7 +27,7 @@ from iwopd.train.memory import ModelShape
 from models import make_model
 
 ROOT = Path(__file__).parents[2]
-PAPER = ROOT / "recipes" / "paper"
+PAPER = ROOT / "src" / "iwopd" / "recipes" / "paper"
 RECIPE = PAPER / "qwen3-4b-from-qwen3-30b-a3b-instruct-2507-iw-opd-math.toml"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from iwopd import recipes
 from iwopd.analysis.probe.result import Horizons, Probe, Rollouts, write_probe
 from iwopd.cli import main
 from iwopd.cluster.plan import GPUS, CutLengths, PlanError, as_dict, make_plan, open_workload, report
@@ -19,7 +20,7 @@ from iwopd.cluster.plan.rollouts import measured_lengths
 from iwopd.cluster.plan.workload import Workload
 from iwopd.config import load_config
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "paper" / "qwen3-0.6b-from-qwen3-4b-instruct-2507-iw-opd-math.toml"
+RECIPE = recipes.find("paper/qwen3-0.6b-from-qwen3-4b-instruct-2507-iw-opd-math")
 H200 = GPUS["h200"]
 FULL = tuple(100.0 * place for place in range(21))
 """Lengths from 0 to 2,000, all alike often."""

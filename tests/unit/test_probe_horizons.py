@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from iwopd.algo.gradients import dot, expected_cosine, noise_over_signal, shared
 from iwopd.analysis.probe.alignment import AlignmentBatch, TokenGradients
 from iwopd.analysis.probe.horizons import FULL, measure_horizons, probe_cuts
 from iwopd.analysis.probe.intervals import Bootstrap, jackknife
+from iwopd.analysis.probe.kept import Kept
 from iwopd.analysis.probe.present import print_probe
 from iwopd.analysis.probe.proposal import propose
 from iwopd.analysis.probe.result import Estimate, HorizonEffect, Horizons, KeptUpdate, Probe, Rollouts
@@ -179,6 +181,29 @@ def test_what_is_kept_is_that_of_explicit_gradients(lm: ResponseModel) -> None:
     assert opd.solutions is not None
     assert whole.solutions is not None
     assert opd.change.mean == pytest.approx(float(opd.solutions.mean or 0) - float(whole.solutions.mean or 0))
+
+
+def test_batches_that_were_measured_before_are_not_measured_again(
+    lm: ResponseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [batch_of(seed) for seed in range(2)]
+    tokens, heard = joined(batches), []
+    whole = measure_horizons(lm, tokens, Bootstrap(tokens.prompts), batches, RULES)
+    measure_horizons(lm, batches[0].tokens, Bootstrap(batches[0].tokens.prompts), batches[:1], RULES, kept=Kept(tmp_path / "a"))
+    passes: list[Tensor] = []
+    original = TokenGradients.of
+
+    def counted(self: TokenGradients, given: Tensor) -> list[Tensor]:
+        passes.append(given)
+        return original(self, given)
+
+    monkeypatch.setattr(TokenGradients, "of", counted)
+    again = measure_horizons(lm, tokens, Bootstrap(tokens.prompts), batches, RULES, heard.append, Kept(tmp_path / "a"))
+    assert again == whole
+    second = len(passes)
+    assert sum(heard) == 2 * 2 * len(whole.horizons)
+    measure_horizons(lm, tokens, Bootstrap(tokens.prompts), batches, RULES)
+    assert second == (len(passes) - second) / 2
 
 
 def test_without_solutions_and_with_one_batch(lm: ResponseModel) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from iwopd.algo.drift_weights import gate
 from iwopd.analysis.probe.present import bar, print_probe
 from iwopd.analysis.probe.result import (
+    Agreement,
     Aligned,
     Alignment,
     ByVerdict,
@@ -142,6 +144,40 @@ def test_the_verdict_names_the_drift() -> None:
     assert "90 % of the rollouts drift" in text
     assert "hold 80 % of the discrepancy" in text
     assert "+0.100 ± 0.000" in text
+
+
+def agreement(mean: float, half: float | None) -> Agreement:
+    cosine = Estimate(mean=mean) if half is None else estimate(mean, half)
+    return Agreement(batches=8, batch_prompts=32, cosine=cosine, gate=gate(mean))
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "words"),
+    [
+        (0.33, 0.05, "pull the same way as those before it (agreement +0.33, +0.28 to +0.38): they teach, and uniform weights"),
+        (0.2, 0.05, "(agreement +0.20, +0.15 to +0.25): they teach in part, and gated weights let them count 50 %."),
+        (-0.05, 0.1, "pull elsewhere or back (agreement −0.05, −0.15 to +0.05): survival weights leave them out."),
+        (0.1, 0.05, "cannot be told (agreement +0.10, +0.05 to +0.15; they begin to count at +0.10). More prompts would."),
+        (0.9, None, "cannot be told (agreement +0.90; one batch)."),
+    ],
+)
+def test_the_verdict_says_whether_tokens_after_a_drift_teach(mean: float, half: float | None, words: str) -> None:
+    for parts in ({"handoff": handoff(0.9, 0.3, 0.1)}, {}):
+        assert words in " ".join(judge(probe(agreement=agreement(mean, half), **parts), 0.5)[1])
+
+
+def test_the_agreement_is_printed_and_an_old_file_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = probe(agreement=agreement(0.2, 0.05))
+    print_probe(found, Console(width=150))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "before and after drifts, 8 batches of 32 prompts" in text
+    assert "agreement │ +0.200 ± 0.050 │ 50" in text
+    write_probe(found, tmp_path / "probe.json")
+    assert read_probe(tmp_path) == found
+    values = json.loads((tmp_path / "probe.json").read_text())
+    del values["agreement"]
+    (tmp_path / "probe.json").write_text(json.dumps(values))
+    assert read_probe(tmp_path).agreement is None
 
 
 def split_alignment() -> Alignment:

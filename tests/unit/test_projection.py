@@ -82,6 +82,21 @@ def test_the_projected_objective_is_the_budget_plus_the_mean_log_ratio(seed: int
     assert float(projection.divergence(q, teacher)) == pytest.approx(rho + mean, abs=1e-12)
 
 
+@given(st.integers(0, 1000), st.floats(0.001, 0.999))
+def test_a_mean_under_the_projected_policy_is_a_weighted_mean_under_the_student(seed: int, alpha: float) -> None:
+    """Eq. 40, and with the log ratio as its function Eq. 42, whose left side must be the KL to the *teacher*, less rho."""
+    student, teacher = distributions(9, seed)
+    q = projection.projected_policy(student, teacher, alpha)
+    weights = (alpha * (teacher - student)).exp() / projection.log_partition(student, teacher, alpha).exp()
+    anything = torch.randn(9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for function in (anything, student - teacher):
+        assert float((q.exp() * function).sum()) == pytest.approx(float((student.exp() * weights * function).sum()), abs=1e-12)
+    weighted = float((student.exp() * weights * (student - teacher)).sum())
+    rho = float(projection.budget(student, teacher, alpha))
+    assert float(projection.divergence(q, teacher)) - rho == pytest.approx(weighted, abs=1e-12)
+    assert float(projection.divergence(q, student)) - rho == pytest.approx(0.0, abs=1e-12)  # as printed, it is nothing
+
+
 @given(st.integers(0, 1000), st.floats(0.01, 0.98), st.floats(0.001, 0.01))
 def test_the_budget_rises_with_alpha_and_can_be_inverted(seed: int, alpha: float, step: float) -> None:
     student, teacher = distributions(7, seed)
@@ -146,6 +161,18 @@ def test_proposition_2_prefix_normaliser_by_summing_over_prefixes(alpha: float) 
     probability = tree.student.sum(-1, keepdim=True).exp() * tree.mask
     torch.testing.assert_close((weights * probability).sum(0) / probability.sum(0), torch.ones(4, dtype=torch.float64))
     assert weights[:, 0].unique().numel() == 1  # r_1 = 1: the empty prefix
+
+
+def test_the_divergence_of_sequences_is_the_sum_of_local_ones() -> None:
+    """Eq. 51: the chain rule of the reverse KL."""
+    tree = Tree(4)
+    student, teacher = tree.student.sum(-1), tree.teacher.sum(-1)
+    whole = float(projection.divergence(student, teacher))
+    local = 0.0
+    for prefix, (log_p, log_q) in tree.tables.items():
+        rows = [i for i, ids in enumerate(tree.sequences) if ids[: len(prefix)] == prefix and len(ids) > len(prefix)]
+        local += float(student[rows].exp().sum()) * float(projection.divergence(log_p, log_q))
+    assert whole == pytest.approx(local, abs=1e-12)
 
 
 def test_with_alpha_one_the_prefix_weight_is_the_change_of_measure() -> None:

@@ -24,10 +24,7 @@ def test_the_library_example_runs_and_prints_what_it_says(capsys: pytest.Capture
     assert names["logprobs"].grad is not None  # type: ignore[attr-defined]
 
 
-def test_links_and_targets_exist() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).stat().st_size > 0, f"{page.name} links to {target}"
+def test_targets_of_the_makefile_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in ("demo", "test"):
         assert f"make {target}" in README

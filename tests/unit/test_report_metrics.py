@@ -52,7 +52,7 @@ def test_kl_by_position_is_the_signed_gap() -> None:
     old, teacher = -torch.arange(20.0)[None] / 10, torch.full((1, 20), -1.0)
     evidence = Evidence(teacher, old, mask)
     signal = make_objective({}).signal(evidence)
-    update = SimpleNamespace(padding_waste=0.0, updates=1, skipped=0, stats=SimpleNamespace(as_dict=dict))
+    update = SimpleNamespace(padding_waste=0.0, updates=1, skipped=0, agreement=0.25, stats=SimpleNamespace(as_dict=dict))
     rollout = Rollout(Prompt("p", (1,)), torch.ones(20, dtype=torch.long), torch.zeros(20), "eos")
     scored = SimpleNamespace(evidence=evidence, floored=0, rewards=None, thinking=None, batch=SimpleNamespace(spans=None))
     written = SimpleNamespace(rollouts=[rollout], overrun=None)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from browser.report_runs import handoff, lines, make_run, read_lines
 from iwopd.commands import report as command
 from iwopd.report import ReportError, write_report
-from iwopd.report.page import as_script_json, check_out, policy_hash, read_data
+from iwopd.report.charts import LIGHT, dash_of, full_axis
+from iwopd.report.page import as_script_json, check_out, policy_hash, read_data, symbols
 from iwopd.report.panels import build_panels
 from iwopd.report.text import printable
 
@@ -86,9 +87,10 @@ def test_policy_names_every_script_and_style_and_nothing_else(page: Path) -> Non
 def test_page_is_small_and_has_all_panels(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert page.stat().st_size < 6_000_000
-    for anchor in ("summary", "learning", "position", "handoff", "tokens", "health", "runs"):
+    for anchor in ("summary", "learning", "position", "tokens", "health", "runs"):
         assert f'<section id="{anchor}"' in text
         assert f'href="#{anchor}"' in text
+    assert text.index('id="summary"') < text.index('id="figure-handoff"') < text.index('id="learning"')
     assert 'id="missing"' not in text
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
@@ -122,22 +124,95 @@ def test_charts_hold_the_numbers_of_the_runs(page: Path) -> None:
     data = read_data([page.parent])
     charts = {chart.id: chart for panel in build_panels(data) for chart in panel.charts}
     records = read_lines(page.parent / "opd" / "metrics.jsonl")
-    kl = next(series for series in charts["kl"].series if series.label == "OPD")
-    assert kl.y == pytest.approx([record["kl/sampled"] for record in records])
+    gap = next(series for series in charts["gap"].series if series.label == "OPD")
+    assert gap.y == pytest.approx([record["gap/abs_mean"] for record in records])
     start = next(series for series in charts["position-abs-gap-first"].series if series.label == "OPD")
     means = [sum(r["position/abs_gap"][place] for r in records[:2]) / 2 for place in range(10)]  # a tenth of 20 steps
     assert start.y == pytest.approx(means)
     assert list(start.x) == [5.0 + 10 * place for place in range(10)]
     assert charts["handoff"].series[0].y == [90.0 - 6 * tenth for tenth in range(10)]
     assert charts["handoff"].lines == (("student alone", 30.0),)
-    styles = {(series.label, series.style) for name in ("accuracy-0", "kl") for series in charts[name].series}
+    styles = {(series.label, series.style) for name in ("accuracy-0", "gap") for series in charts[name].series}
     assert styles == {("OPD", 0), ("IW-OPD", 1)}  # the same method looks the same everywhere
+
+
+def test_curves_that_look_the_same_are_drawn_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    charts = {chart.id: chart for panel in build_panels(read_data([run])) for chart in panel.charts}
+    assert not {"kl", "position-kl-first", "position-kl-last"} & set(charts)
+    assert "the sampled reverse KL) it is" in charts["gap"].caption
+    assert "the sampled reverse KL) it is" in charts["position-abs-gap-first"].caption
+    mixed = [{**one, "kl/sampled": 0.1, "position/kl": [0.1] * 10} for one in read_lines(run / "metrics.jsonl")]
+    lines(run / "metrics.jsonl", mixed)  # gaps of both signs: another curve
+    charts = {chart.id: chart for panel in build_panels(read_data([run])) for chart in panel.charts}
+    assert {"kl", "position-kl-first", "position-kl-last"} < set(charts)
+    assert "reverse KL" not in charts["gap"].caption
+
+
+def test_ticks_enclose_all_weights(page: Path) -> None:
+    charts = {chart.id: chart for panel in build_panels(read_data([page.parent])) for chart in panel.charts}
+    axis = charts["position-weights-first"].y
+    assert axis.range == (0.0, 1.5)
+    assert axis.tick == 0.5
+    assert full_axis("", [1.43]).range == (0.0, 1.5)
+    assert full_axis("", [-0.2, 3.1]).range == (-1.0, 4.0)
+    assert full_axis("", []).range == (0.0, 0.25)
+    assert full_axis("", [0.0007]).range == pytest.approx((0.0, 0.0008))
+
+
+def test_log_probs_have_real_subscripts(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    visible = re.sub(r"<script.*?</script>|aria-label=\"[^\"]*\"", "", text, flags=re.DOTALL)
+    assert "lp_T" not in visible
+    assert "lp<sub>T</sub>" in visible
+    assert symbols("<b>lp_T</b> lp₀ \x1b") == "&lt;b&gt;lp<sub>T</sub>&lt;/b&gt; lp<sub>0</sub> ␛"
+
+
+def test_no_two_styles_look_the_same() -> None:
+    looks = [(LIGHT[style % len(LIGHT)], dash_of(style)) for style in range(16)]
+    assert len(set(looks)) == 16
+    assert dash_of(0) != dash_of(6)  # the two blues
+    assert dash_of(-1) == "solid"
+
+
+def test_alerts_are_on_the_page_with_what_to_do(tmp_path: Path, page: Path) -> None:
+    assert 'id="alerts"' not in page.read_text(encoding="utf-8")
+    assert "No alert. Watched in every step: length inflation, truncation" in page.read_text(encoding="utf-8")
+    for seed in (0, 1):
+        run = make_run(tmp_path / f"opd-{seed}", seed=seed)
+    records = read_lines(run / "metrics.jsonl")
+    cut = [{**one, "rollout/truncated": 0.5, "rollout/length_max": 64} if one["step"] > 10 else one for one in records]
+    lines(run / "metrics.jsonl", [{**one, "skipped": one["step"] == 3, "update/skipped": int(one["step"] == 3)} for one in cut])
+    text = write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
+    box = re.search(r'<section id="alerts" class="note-box".*?</section>', text, re.DOTALL)
+    assert box is not None
+    for words in (
+        "Skipped updates",
+        "at step 3",
+        "Truncation",
+        "since step 11",
+        "50% of the answers",
+        "1 of 2 runs, here opd-1",
+    ):
+        assert words in box[0], words
+    assert "Raise rollout.max_tokens" in box[0]
+    assert "No alert." not in text
+
+
+def test_answers_of_the_embedded_world_are_explained(page: Path, tmp_path: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "modulo 10, so 4*3=2 is right" in text
+    assert "4*3=2;7+2-9" in text  # the example as the world solves it
+    run = make_run(tmp_path / "run")
+    (run / "config.toml").write_text("seed = 0\nsteps = 20\n[models]\nstudent = 's'\nteacher = 't'\n")
+    assert "modulo 10" not in write_report([run], tmp_path / "r.html").read_text(encoding="utf-8")
 
 
 def test_bands_over_seeds(tmp_path: Path) -> None:
     for seed in (0, 1, 2):
         make_run(tmp_path / f"opd-{seed}", seed=seed)
     panels = {panel.id: panel for panel in build_panels(read_data([tmp_path]))}
+    assert "health-agreement" in {chart.id for chart in panels["health"].charts}
     loss = next(chart for chart in panels["health"].charts if chart.id == "health-loss")
     values = [read_lines(tmp_path / f"opd-{seed}" / "metrics.jsonl")[4]["loss"] for seed in (0, 1, 2)]
     (series,) = loss.series
@@ -247,11 +322,45 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+def test_the_page_can_be_opened_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    import argparse
+    import webbrowser
+
+    folder, out = make_run(tmp_path / "run"), tmp_path / "my page.html"
+    parser = argparse.ArgumentParser()
+    command.add(parser)
+    opened: list[str] = []
+
+    def browser(address: str) -> bool:
+        opened.append(address)
+        return len(opened) == 1
+
+    monkeypatch.setattr(webbrowser, "open", browser)
+    words = [str(folder), "-o", str(out)]
+    assert command.run(parser.parse_args(words), []) == 0
+    assert opened == []
+    command.run(parser.parse_args([*words, "--open"]), [])
+    assert opened == [out.as_uri()]
+    assert "no browser" not in capsys.readouterr().out
+    command.run(parser.parse_args([*words, "--open", "--watch", "--every", "0.1"]), [])
+    assert opened == [out.as_uri()] * 2
+    assert f"no browser could be started here: open {out.as_uri()}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("name", "value"), [("every", 0.0), ("every", 1e9), ("max_tokens", -1)])
 def test_command_refuses_nonsense(tmp_path: Path, name: str, value: float) -> None:
     import argparse
 
-    options = {"runs": [tmp_path], "out": tmp_path / "r.html", "handoff": None, "max_tokens": None, "watch": True, "every": 5.0}
+    options = {
+        "runs": [tmp_path],
+        "probe": [],
+        "open": False,
+        "out": tmp_path / "r.html",
+        "handoff": None,
+        "max_tokens": None,
+        "watch": True,
+        "every": 5.0,
+    }
     with pytest.raises(ReportError, match=f"--{name.replace('_', '-')}"):
         command.run(argparse.Namespace(**{**options, name: value}), [])
 

@@ -69,6 +69,8 @@ def test_a_probe_alone_makes_a_page(tmp_path: Path) -> None:
     for words in (
         "Strong position bias",
         "It falls.",
+        "agreement after drifts",
+        "\u22120.25",
         "a remark of the probe",
         "gradient alignment</strong>: no solutions &lt;here",
     ):

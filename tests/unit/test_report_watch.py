@@ -10,18 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from browser.report_runs import evaluation, make_run, metrics
 from iwopd.report.watch import all_finished, stamps, watch
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+from waiting import PATIENCE, wait_until
 
 
 def append(path: Path, record: object) -> None:
@@ -34,16 +27,17 @@ def test_watch_follows_a_run_to_its_end(tmp_path: Path) -> None:
     said: list[str] = []
     thread = threading.Thread(target=watch, args=([run], out), kwargs={"every": 0.2, "say": said.append}, daemon=True)
     thread.start()
-    wait_for(lambda: said == ["waiting for a run"])
+    wait_until(lambda: said == ["waiting for a run"])
     make_run(run, steps=19, planned=20)
-    wait_for(lambda: out.exists() and "19 of 20" in out.read_text(encoding="utf-8"))
+    wait_until(lambda: out.exists() and "19 of 20" in out.read_text(encoding="utf-8"))
     assert 'http-equiv="refresh"' in out.read_text(encoding="utf-8")
-    noise = random.Random(0)
+    noise, before = random.Random(0), out.stat().st_mtime_ns
     append(run / "metrics.jsonl", metrics(20, noise))
+    wait_until(lambda: out.stat().st_mtime_ns > before)
     time.sleep(0.7)
     assert thread.is_alive()  # the last evaluation is still to come
     append(run / "evals.jsonl", evaluation(20, noise, "tiny", 40, 0.9))
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     text = out.read_text(encoding="utf-8")
     assert 'http-equiv="refresh"' not in text
@@ -61,9 +55,9 @@ def test_ctrl_c_leaves_a_page_that_stays_as_it_is(tmp_path: Path) -> None:
         "except KeyboardInterrupt: sys.exit(130)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    wait_for(out.exists)
+    wait_until(out.exists)
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    assert process.wait(PATIENCE) == 130
     assert 'http-equiv="refresh"' not in out.read_text(encoding="utf-8")
     assert not list(tmp_path.glob(".tmp*"))
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Probe, Rollouts
-from iwopd.analysis.reproduce import horizons, tokenizers
+from iwopd.analysis.reproduce import horizons, rivals, tokenizers
 from iwopd.analysis.reproduce.items import ITEMS
+from iwopd.analysis.reproduce.records import Record, probe_record
 from iwopd.analysis.reproduce.runs import Runs
-from iwopd.analysis.reproduce.tables import markdown
-from iwopd.analysis.reproduce.variants import IW_OPD, OPD, OPD_FASTER, PREFIX, SUFFIX, Variant, sized, taught
+from iwopd.analysis.reproduce.tables import in_words, markdown, show, signed
+from iwopd.analysis.reproduce.variants import IW_MEAN_ONE, IW_OPD, OPD, OPD_FASTER, PREFIX, SUFFIX, Variant, sized, taught
 from iwopd.cli import main
 from iwopd.errors import UserError
 from iwopd.report.reproduction import learning_chart, write_figures
@@ -25,8 +26,8 @@ from iwopd.runs.identity import run_key
 PROBLEMS = 60
 
 
-def write_run(runs: Runs, variant: Variant, accuracy: float) -> None:
-    """Finished runs whose first problems are right: the share of them grows to `accuracy` over the steps."""
+def write_run(runs: Runs, variant: Variant, accuracy: float, swing: float = 0.0) -> None:
+    """Finished runs whose first problems are right: their share grows to `accuracy`, in odd lineages `swing` more."""
     for lineage, seed in runs.members:
         job = runs.planned(variant, lineage, seed)
         if (job.folder / "run.json").exists():
@@ -35,9 +36,9 @@ def write_run(runs: Runs, variant: Variant, accuracy: float) -> None:
         run.create(job.config, "data")
         for step in range(1, runs.steps + 1):
             written = {"rollouts": job.config.rollout.prompts_per_step, "rollout/length_mean": 50.0}
-            run.append("metrics.jsonl", {"step": step, "kl/sampled": 2.0 / step, **written})
+            run.append("metrics.jsonl", {"step": step, "kl/sampled": 2.0 / step, "time/rollout": 0.25, **written})
         for step in range(0, runs.steps + 1, 10):
-            right = round(PROBLEMS * accuracy * step / runs.steps) + seed
+            right = round(PROBLEMS * (accuracy + swing * (lineage % 2)) * step / runs.steps) + seed
             scores = [[1.0] if place < right else [0.0] for place in range(PROBLEMS)]
             ids = [str(place) for place in range(PROBLEMS)]
             mean = sum(row[0] for row in scores) / PROBLEMS
@@ -46,14 +47,14 @@ def write_run(runs: Runs, variant: Variant, accuracy: float) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Runs:
-    return Runs(tmp_path, lineages=(0, 1), seeds=(0, 1), problems=PROBLEMS)
+    return Runs(tmp_path, lineages=(0, 1, 2, 3), seeds=(0, 1), problems=PROBLEMS)
 
 
 def test_runs_are_named_by_what_decides_them(runs: Runs) -> None:
     one = runs.config(OPD, 0, 0)
     assert run_key(one) == run_key(one.model_copy(update={"tracking": one.tracking.model_copy(update={"console": "live"})}))
     keys = {run_key(runs.config(v, lineage, seed)) for v in (OPD, IW_OPD, OPD_FASTER) for lineage, seed in runs.members}
-    assert len(keys) == 12
+    assert len(keys) == 24
     assert runs.config(OPD_FASTER, 0, 0).optim.lr == pytest.approx(1.25e-4)
     # The default size and teacher are not runs of their own.
     assert (
@@ -62,20 +63,54 @@ def test_runs_are_named_by_what_decides_them(runs: Runs) -> None:
         == runs.planned(taught(OPD, "strong"), 0, 0).folder
     )
     assert runs.planned(sized(OPD, "small"), 0, 0).folder != runs.planned(OPD, 0, 0).folder
-    assert len(runs.all_planned([OPD, IW_OPD, sized(OPD, "medium")])) == 8
+    assert len(runs.all_planned([OPD, IW_OPD, sized(OPD, "medium")])) == 16
 
 
-def test_differences_are_paired_by_run_and_problem(runs: Runs) -> None:
-    write_run(runs, OPD, 0.5)
-    write_run(runs, IW_OPD, 0.6)
-    scores = runs.scores(IW_OPD, 40)
-    assert scores.shape == (4, PROBLEMS)
-    assert scores.sum(1).tolist() == [36, 37, 36, 37]
+def test_differences_are_paired_by_lineage_and_seed(runs: Runs) -> None:
+    write_run(runs, OPD, 0.5, swing=0.2)
+    write_run(runs, IW_OPD, 0.6, swing=0.2)
+    assert runs.by_lineage(IW_OPD, 40) == pytest.approx({0: 60.833, 1: 80.833, 2: 60.833, 3: 80.833}, abs=1e-3)
     effect = runs.effect(IW_OPD, OPD, 40)
-    assert effect.interval.mean == pytest.approx(10.0)
-    assert effect.interval.low > 0  # six problems of sixty, the same in every run
-    assert runs.accuracy(OPD, 40).mean == pytest.approx(100 * 30.5 / PROBLEMS)
-    assert torch.equal(runs.metrics(OPD, "kl/sampled")[0, :2], torch.tensor([2.0, 1.0], dtype=torch.float64))
+    assert effect.interval == pytest.approx((10.0, 10.0, 10.0), abs=1e-2)  # whatever the lineages themselves do
+    assert (effect.units, effect.established) == (4, True)
+    accuracy = runs.accuracy(OPD, 40)
+    assert accuracy.mean == pytest.approx(60.833, abs=1e-3)
+    assert accuracy.high - accuracy.mean == pytest.approx(3.18245 * 20 / 3**0.5 / 2, rel=1e-4)  # t of 3 degrees of freedom
+    assert torch.equal(runs.kl(OPD)[0, :2], torch.tensor([2.0, 1.0], dtype=torch.float64))
+
+
+def test_only_lineages_and_seeds_that_both_have_are_compared(runs: Runs) -> None:
+    write_run(runs, OPD, 0.5)
+    write_run(replace(runs, lineages=(0, 1)), IW_OPD, 0.6)
+    write_run(replace(runs, lineages=(2,), seeds=(1,)), IW_OPD, 0.7)
+    assert runs.difference(IW_OPD, OPD, 40) == pytest.approx({0: 10.0, 1: 10.0, 2: 20.0}, abs=1e-2)
+    effect = runs.effect(IW_OPD, OPD, 40)
+    assert (effect.units, effect.enough, effect.established) == (3, False, False)
+    assert signed(effect) == "+13.3, too few to tell"
+    assert in_words("It", effect) == "It: +13.3 points over 3 lineages: too few to tell, a verdict takes 4."
+    assert in_words("It", runs.effect(PREFIX, OPD, 40)) == ""
+    assert show(runs.accuracy(PREFIX, 40)) == "not run"
+    assert runs.missing([OPD, IW_OPD, PREFIX]) == [
+        "IW-OPD (lineage 2 seed 0, lineage 3 seed 0, lineage 3 seed 1)",
+        "Prefix-30",
+    ]
+
+
+def test_an_item_is_one_family(runs: Runs) -> None:
+    """Its table and its sentences are corrected for each other, a comparison that is made twice counts once."""
+    for variant, accuracy, swing in ((OPD, 0.5, 0.0), (IW_OPD, 0.6, 0.12), (OPD_FASTER, 0.5, 0.0), (IW_MEAN_ONE, 0.5, 0.0)):
+        write_run(runs, variant, accuracy, swing)
+    alone = runs.effect(IW_OPD, OPD, 40)
+    assert 0.01 < alone.p_value < 0.05  # 10, 22, 10, 22 points
+    section = ITEMS["p3"].section(runs, {})
+    (row,) = (row for row in section.tables[0].rows if row[0] == "IW-OPD")
+    p_value = section.numbers["methods"]["IW-OPD"]["p"]
+    assert p_value == pytest.approx(min(1.0, 7 * alone.p_value), rel=0.2)  # six differences in the table, one more in words
+    assert row[-1] == f"{p_value:.3f}"
+    assert section.tables[0].columns[-1] == "Holm's p"
+    said = next(one for one in section.words if one.startswith("IW-OPD minus OPD at step 40"))
+    assert f"over 4 lineages (Holm's p of 7 {p_value:.3f}): not established after Holm's correction over 7 comparisons." in said
+    assert "established" not in " ".join(one for one in section.words if "Holm's correction" not in one)
 
 
 def test_a_finished_run_is_known_as_such(runs: Runs) -> None:
@@ -103,8 +138,13 @@ def probe(fall: float) -> Probe:
     return Probe(iwopd="0", student="s", teacher="t", settings={}, rollouts=about, handoff=handoff)
 
 
+def probes(*falls: float) -> dict[int, Record]:
+    return {lineage: probe_record(probe(fall), "clean", lineage, 10) for lineage, fall in enumerate(falls)}
+
+
 def test_every_item_has_a_section(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "teacher_accuracy", lambda *_: 99.0)
+    runs = replace(runs, seeds=(0,))
     for item in ITEMS.values():
         for place, variant in enumerate(item.trained(runs.world)):
             write_run(runs, variant, 0.3 + 0.02 * place)
@@ -118,12 +158,17 @@ def test_every_item_has_a_section(runs: Runs, monkeypatch: pytest.MonkeyPatch) -
         "thresholds",
         "horizons",
         "tokenizers",
+        "rivals",
+        "gate",
+        "rates",
+        "updates",
     ]
     for lineage in runs.lineages:
         runs.noise_file(lineage).write_text(json.dumps({one.title: [2.0, 1.0, 16] for one in ITEMS["objectives"].noise_of}))
     for item in ITEMS.values():
-        section = item.section(runs, {0: probe(0.6), 1: probe(0.5)})
+        section = item.section(runs, probes(0.6, 0.5, 0.55, 0.5))
         text = markdown(section)
+        assert "not run" not in text.lower()
         assert text.startswith(f"### {item.key.upper()}: ")
         assert section.words
         for table in section.tables:
@@ -137,10 +182,10 @@ def test_lineages_are_the_units_of_horizons(runs: Runs) -> None:
         write_run(four, variant, accuracy)
     half = replace(four, steps=20)
     write_run(half, test.control, 0.4)
-    late = horizons.by_lineage(four, test.ours, four, test.whole, 40)
-    assert late.runs == 4
-    assert late.interval.mean == pytest.approx(5.0)
-    assert late.interval.low == pytest.approx(5.0, abs=1e-6)  # the same in every lineage
+    late = four.effect(test.ours, test.whole, 40)
+    assert late.units == 4
+    assert late.interval.mean == pytest.approx(5.0, abs=1e-2)
+    assert late.interval.low == pytest.approx(5.0, abs=1e-2)  # the same in every lineage
     assert horizons.share_written(half, test.control, test.whole, of=four) == pytest.approx(30 / 64)
     assert horizons.share_written(four, test.ours, test.whole) == 1.0
 
@@ -154,7 +199,7 @@ def test_fewer_than_four_lineages_give_no_verdict(runs: Runs) -> None:
             write_run(horizons.halfway(some), test.control, 0.2)
         words = " ".join(horizons.registered(some))
         assert ("too few to tell" in words) == (count < 4)
-        assert ("established" in words) == (count == 4)
+        assert ("): established." in words) == (count == 4)
         assert f"over {count} lineages" in words
     assert horizons.halfway(replace(runs, steps=30)).steps == 10  # evaluations are every ten
 
@@ -191,7 +236,7 @@ def test_figures_show_the_tables_numbers(runs: Runs, tmp_path: Path) -> None:
     assert [series.label for series in chart.series] == ["OPD", "Prefix-30", "Suffix-30"]
     for series, variant in zip(chart.series, (OPD, PREFIX, SUFFIX), strict=True):
         assert series.y[-1] == runs.accuracy(variant, runs.steps).mean
-    assert [path.name for path in write_figures([section, ITEMS["p2"].section(runs, {0: probe(0.6)})], tmp_path)] == ["p1.svg"]
+    assert [path.name for path in write_figures([section, ITEMS["p2"].section(runs, probes(0.6))], tmp_path)] == ["p1.svg"]
     assert (tmp_path / "p1.svg").read_text().startswith("<?xml")
 
 
@@ -202,9 +247,11 @@ def test_the_words_follow_the_numbers(runs: Runs) -> None:
     assert "Prefix-30 minus OPD at the last step: +0.0" in words
     assert "not distinguishable from zero" in words
     assert "Suffix-30 minus OPD at the last step: -40.0" in words
-    assert "established, the other way round" in words
-    words = " ".join(ITEMS["p2"].section(runs, {0: probe(0.6)}).words)
+    assert "established, lower" in words
+    words = " ".join(ITEMS["p2"].section(runs, probes(0.6)).words)
     assert "60 (50 to 70)" in words
+    assert "+60.0 points over 1 lineage: too few to tell" in words
+    assert "Not run: probes of lineages 1, 2, 3." in words
 
 
 def test_a_second_call_only_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,12 +262,36 @@ def test_a_second_call_only_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("iwopd.tiny.open_world", lambda *a, **k: None)
     monkeypatch.setattr("iwopd.train.many._start", lambda run: pytest.fail(f"started {run.title}"))
     options = ["p5", "--seeds", "2", "--lineages", "1", "--problems", str(PROBLEMS), "--out", str(tmp_path), "--json"]
+    options += ["--results", str(tmp_path / "results")]
     with pytest.raises(SystemExit) as ended:
         main(["reproduce", *options, "--markdown", str(tmp_path / "tables.md")])
     assert ended.value.code == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(printed["p5"]["numbers"]["kl"]["OPD"]) == 40
     assert "### P5" in (tmp_path / "tables.md").read_text()
+
+
+def test_only_some_rows_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("iwopd.tiny.open_world", lambda *a, **k: None)
+    monkeypatch.setattr(
+        "iwopd.analysis.reproduce.command.run_all", lambda planned, **_: started.extend(one.title for one in planned)
+    )
+    options = ["--world", "drift", "--first-lineage", "12", "--only", "OPD, lr x 2", "Prefix-30, lr x 4"]
+    with pytest.raises(SystemExit):
+        main(["reproduce", "rates", *options, "--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")])
+    assert sorted(started) == sorted(
+        f"{title}, lineage {lineage}, seed 0" for title in options[5:] for lineage in range(12, 16)
+    )
+    assert "Not run: " in capsys.readouterr().out
+
+
+def test_several_updates_a_batch_make_other_runs() -> None:
+    for variant in rivals.UPDATES:
+        config = Runs(Path("x"), lineages=(0,), seeds=(0,), problems=PROBLEMS).config(variant, 0, 0)
+        assert config.optim.mini_batches * config.optim.ppo_epochs == 8
 
 
 @pytest.mark.parametrize(
@@ -230,10 +301,11 @@ def test_a_second_call_only_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["p1", "--seeds", "0"], "--seeds must be at least 1"),
         (["p1", "--steps", "25"], "multiple of ten"),
         (["p1", "--world", "mars"], "unknown world 'mars'"),
+        (["p1", "--only", "Prefix30"], "--only: there is no 'Prefix30' here; there are OPD; Prefix-30; Suffix-30"),
     ],
 )
-def test_bad_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["reproduce", *words])
+        main(["reproduce", *words, "--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")])
     assert ended.value.code == UserError.exit_code
     assert said in capsys.readouterr().err

@@ -28,10 +28,10 @@ from pathlib import Path
 from iwopd.runs.owner import owned
 with owned(Path(sys.argv[1]), print):
     if len(sys.argv) > 2 and os.fork() == 0:
-        time.sleep(60)
+        time.sleep(3600)
         os._exit(0)
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 

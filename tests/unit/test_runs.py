@@ -150,6 +150,25 @@ def test_the_model_card_leaves_out_where_things_were(tmp_path: Path) -> None:
     assert "overlap" not in card
 
 
+def test_the_model_card_has_licence_base_model_and_settings_that_are_defaults(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    chosen = config(method={"weights": "cumulative-share"})
+    run.create(chosen, "data")
+    card = model_card(chosen, run, 0)
+    assert 'license: "apache-2.0"' in card  # of the embedded world, which is no hub's
+    assert "base_model" not in card
+    for words in ("gamma = 0.5", "blend = true", "max_tokens = 80", 'precision = "no"'):  # nobody set them
+        assert words in card
+    student = tmp_path / "models--Some-Owner--small-1.5B" / "snapshots" / "0123"
+    student.mkdir(parents=True)
+    (student / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
+    mine = {"models": {"student": str(student), "teacher": str(student)}, "data": {"prompts": "prompts.jsonl"}}
+    chosen = make_config({**mine, "rollout": {"max_tokens": 9}, "lora": {"rank": 4}})
+    card = model_card(chosen, run, 0)
+    assert 'base_model: "Some-Owner/small-1.5B"\nbase_model_relation: "adapter"\nlicense: "mit"\n' in card
+    assert str(tmp_path) not in card
+
+
 # --- strict and lenient ---------------------------------------------------------------------------------------------------
 
 

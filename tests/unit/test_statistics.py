@@ -18,7 +18,6 @@ from iwopd.eval import per_problem, statistics
 from iwopd.eval.per_problem import best_at, majority_at, mean_at, pass_at
 from iwopd.eval.statistics import (
     Term,
-    bootstrap_interval,
     crossed,
     holm,
     interval_over_problems,
@@ -132,16 +131,18 @@ def test_students_t_is_scipys(df: float) -> None:
 # --- intervals -------------------------------------------------------------------------------------------------------
 
 
-def test_bootstrap_interval_by_another_way() -> None:
-    scores = (torch.rand(40, 3, generator=torch.Generator().manual_seed(1)) < 0.4).double()
-    picks = torch.randint(40, (2000, 40), generator=torch.Generator().manual_seed(0))
-    means = sorted(float(scores[pick].mean()) for pick in picks)
-    found = bootstrap_interval(scores)
-    assert found.mean == pytest.approx(float(scores.mean()))
-    assert means[49] - 1e-9 <= found.low <= means[51] + 1e-9
-    assert means[1948] - 1e-9 <= found.high <= means[1950] + 1e-9
+def test_the_interval_over_problems_by_another_way() -> None:
+    """A plain percentile bootstrap at the tails that Student's t would have: those of scipy."""
+    values = (torch.rand(40, 3, generator=torch.Generator().manual_seed(1)) < 0.4).double().mean(1)
+    picks = torch.randint(40, (4000, 40), generator=torch.Generator().manual_seed(0))
+    means = sorted(float(values[pick].mean()) for pick in picks)
+    tail = scipy.stats.norm.cdf(-math.sqrt(40 / 39) * scipy.stats.t.ppf(0.975, 39))
+    found = interval_over_problems([values])
+    assert found.mean == pytest.approx(float(values.mean()))
+    assert means[int(4000 * tail) - 2] - 1e-9 <= found.low <= means[int(4000 * tail) + 2] + 1e-9
+    assert means[int(4000 * (1 - tail)) - 2] - 1e-9 <= found.high <= means[int(4000 * (1 - tail)) + 2] + 1e-9
     with pytest.raises(ValueError, match="level must lie between 0 and 1"):
-        bootstrap_interval(scores, level=95)
+        interval_over_problems([values], level=95)
 
 
 def test_if_nothing_differs_the_rule_of_three_speaks() -> None:

@@ -32,7 +32,7 @@ from iwopd.train.ranks import Launched, Ranks
 from models import make_model
 
 ROOT = Path(__file__).parents[2]
-PAPER = ROOT / "recipes" / "paper"
+PAPER = ROOT / "src" / "iwopd" / "recipes" / "paper"
 RECIPE = PAPER / "qwen3-1.7b-from-qwen3-4b-instruct-2507-iw-opd-math.toml"
 EXOPD = PAPER / "qwen3-4b-from-qwen3-30b-a3b-instruct-2507-exopd-math.toml"
 H100 = GPUS["h100"]
@@ -96,7 +96,8 @@ def test_a_step_by_hand() -> None:
     loss = step.stages["loss"]
     assert loss["activations"] == 10 * (3 * layer + 24 * 64)
     assert (loss["gradients"], loss["autocast copies"]) == (4 * SIZE, 2 * MATRICES)
-    assert loss["head"] == 4 * 3 * 10 * 1000 + 4 * 1000 * 64  # shorter than a chunk; and the output matrix's gradient
+    parts = 4 * (4 * 64 * 64 + 10 * 5 * 64)  # of the gradient, before and after drifts
+    assert loss["head"] == 4 * 3 * 10 * 1000 + 4 * 1000 * 64 + parts  # shorter than a chunk; the output matrix's gradient
     assert step.needed("loss") == sum(state.values()) + sum(loss.values())
     assert step.total == step.needed(step.largest()) == max(step.needed(stage) for stage in step.stages)
     assert step.checkpoint == 12 * SIZE
@@ -218,8 +219,8 @@ def examined(config: Config, monkeypatch: pytest.MonkeyPatch) -> dict[str, float
 
 
 CASES: list[tuple[Path, dict[str, Any]]] = [
-    *((ROOT / "recipes" / "tiny" / f"{name}.toml", {}) for name in ("opd", "exopd", "curriculum")),
-    (ROOT / "recipes" / "tiny" / "exopd.toml", {"models__dtype": "bfloat16", "lora__rank": 4}),
+    *((ROOT / "src" / "iwopd" / "recipes" / "tiny" / f"{name}.toml", {}) for name in ("opd", "exopd", "curriculum")),
+    (ROOT / "src" / "iwopd" / "recipes" / "tiny" / "exopd.toml", {"models__dtype": "bfloat16", "lora__rank": 4}),
     (RECIPE, {}),
     (RECIPE, {"models__dtype": "bfloat16"}),
     (RECIPE, {"precision": "no", "optim__gradient_checkpointing": False}),
@@ -231,7 +232,7 @@ CASES: list[tuple[Path, dict[str, Any]]] = [
     (RECIPE, {"rollout__engine": "vllm", "engine__vllm__sleep": True, "engine__vllm__dtype": "bfloat16"}),
     (EXOPD, {}),
     (EXOPD, {"lora__rank": 16}),
-    (ROOT / "recipes" / "tiny" / "survival.toml", {"rollout__horizon__type": "drift"}),
+    (ROOT / "src" / "iwopd" / "recipes" / "tiny" / "survival.toml", {"rollout__horizon__type": "drift"}),
     (RECIPE, {"rollout__horizon__type": "drift"}),
     (RECIPE, {"rollout__horizon__type": "budget", "rollout__horizon__tokens": 2**24, "models__teacher_device": "cuda:1"}),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from iwopd.train.pipeline import Scoring
 from iwopd.train.teachers import scores_early
 from iwopd.types import Prompt, Rollout
 from models import byte_tokenizer, make_model
+from waiting import PATIENCE, wait_until
 
 # --- dialects --------------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Constant(Scorer):
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         if self.together is not None:
-            self.together.wait(timeout=30)
+            self.together.wait(timeout=PATIENCE)
         self.seen += [(rollout.prompt.id, rollout.prompt.token_ids) for rollout in rollouts]
         return [torch.full((len(rollout),), self.value) for rollout in rollouts]
 
@@ -213,15 +213,16 @@ def test_wrong_settings_are_answered_and_keys_not_repeated(values: dict[str, Any
     assert "secret" not in str(error.value)
 
 
-class SlowScorer(Scorer):
-    """Scores with the rollout's own ids; remembers what it was asked together, and fails when it meets id 9."""
+class HeldScorer(Scorer):
+    """Scores with the rollout's own ids once it is let go; remembers what it was asked together, fails when it meets id 9."""
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
+        self.let_go = threading.Event()
 
     def score(self, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
         self.asked.append([rollout.prompt.id for rollout in rollouts])
-        time.sleep(0.05)
+        assert self.let_go.wait(PATIENCE)
         if any(9 in rollout.response_ids for rollout in rollouts):
             raise TeacherError("id 9")
         return [rollout.response_ids.float() for rollout in rollouts]
@@ -232,23 +233,34 @@ def one_rollout(number: int) -> Rollout:
 
 
 def test_scores_come_back_in_their_places_and_waiting_rollouts_go_together() -> None:
-    scorer = SlowScorer()
+    scorer = HeldScorer()
     scoring = Scoring(scorer)
-    order = [3, 0, 5, 1, 2, 4]
-    for place in order:
+    first, *others = [3, 0, 5, 1, 2, 4]
+    scoring.add(first, one_rollout(first))
+    wait_until(lambda: scorer.asked, "the first rollout at the teacher")
+    for place in others:
         scoring.add(place, one_rollout(place))
+    scorer.let_go.set()
     scoring.close()
     assert [int(score.logprobs) for score in scoring.scores()] == list(range(6))
-    assert sorted(name for names in scorer.asked for name in names) == [f"p{n}" for n in range(6)]
-    assert len(scorer.asked) < 6  # what came while it was busy went together
+    assert scorer.asked == [["p3"], ["p0", "p5", "p1", "p2", "p4"]]  # what came while it was busy went together
 
 
 def test_nobody_writes_on_for_a_teacher_that_has_failed() -> None:
-    scoring = Scoring(SlowScorer())
+    scorer = HeldScorer()
+    scoring = Scoring(scorer)
     scoring.add(0, one_rollout(9))
-    time.sleep(1.0)
-    with pytest.raises(TeacherError, match="id 9"):
-        scoring.add(1, one_rollout(1))
+    scorer.let_go.set()
+
+    def refused() -> bool:
+        try:
+            scoring.add(1, one_rollout(1))
+        except TeacherError as error:
+            assert "id 9" in str(error)  # noqa: PT017  # it is refused at some time, not at the first
+            return True
+        return False
+
+    wait_until(refused, "a refusal")
     with pytest.raises(TeacherError, match="id 9"):
         scoring.scores()
 

@@ -11,7 +11,7 @@ import torch
 
 from iwopd.tiny import task
 from iwopd.tiny.architecture import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, ModelSize, Stage, new_model
-from iwopd.tiny.pretrain import IGNORED, solution_loss, training_batches
+from iwopd.tiny.pretrain import IGNORED, pretrain, solution_loss, training_batches
 from iwopd.tiny.tokenizer import PIECES, TOKENIZERS, build_tokenizer
 from iwopd.tiny.world import WORLDS, world_recipe
 
@@ -156,6 +156,26 @@ def test_a_teacher_of_pieces_differs_from_the_other_in_its_tokenizer_alone() -> 
     assert other.teacher.key.startswith("clean-teacher-strong-pieces-0-")
 
 
+def test_a_stage_ends_once_its_loss_on_full_lengths_is_low_enough() -> None:
+    stage = Stage(100, 8, 1.0, shorter=((3, 4), (2, 6)), until=0.5)
+    short, high, low = [0.0] * 5, [1.0] * 10, [0.1] * 25
+    assert not stage.is_far_enough(short + low[:-1])  # a window of full lengths is wanted
+    assert stage.is_far_enough(short + low)
+    assert not stage.is_far_enough(short + high + low[:13])  # 12 of 25 are high
+    assert stage.is_far_enough(short + high + low)
+    assert not dataclasses.replace(stage, until=None).is_far_enough(short + low)
+
+
+def test_pretraining_ends_with_the_stage() -> None:
+    heard: list[tuple[int, int]] = []
+    easy = Stage(60, 3, 1.0, batch=2, warmup=0, until=100.0)
+    pretrain(
+        ModelRecipe("easy", ModelSize(16, 1), (easy, Stage(4, 3, 1.0, batch=2))),
+        lambda _, done, of, __: heard.append((done, of)),
+    )
+    assert heard == [(10, 64), (20, 64), (25, 64)]  # 25 steps, and the four of the next stage: told every ten
+
+
 def test_every_field_of_a_recipe_changes_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     base = recipe()
     first = base.stages[0]
@@ -170,7 +190,7 @@ def test_every_field_of_a_recipe_changes_its_key(monkeypatch: pytest.MonkeyPatch
     ]
     for name, value in {"steps": 11, "operands": 7, "right": 0.9, "unit": "line", "learning_rate": 1e-3}.items():
         changed.append(dataclasses.replace(base, stages=(dataclasses.replace(first, **{name: value}), *base.stages[1:])))  # type: ignore[arg-type]
-    for name, value in {"schedule": "cosine", "batch": 16, "warmup": 5}.items():
+    for name, value in {"schedule": "cosine", "batch": 16, "warmup": 5, "stop": 3, "until": 0.5}.items():
         changed.append(dataclasses.replace(base, stages=(dataclasses.replace(first, **{name: value}), *base.stages[1:])))  # type: ignore[arg-type]
     keys = {base.key, *(r.key for r in changed)}
     assert len(keys) == 1 + len(changed)

@@ -20,6 +20,7 @@ from iwopd.tiny.__main__ import main as train_to_folder
 from iwopd.tiny.architecture import ModelRecipe, ModelSize, Stage
 from iwopd.tiny.pretrain import PretrainingListener, pretrain
 from iwopd.tiny.world import World, WorldRecipe, open_world
+from waiting import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +159,7 @@ def test_two_processes_at_once_train_once(own_cache: Path, tmp_path: Path) -> No
     ]
     results, told = [], 0
     for process in started:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, err
         results.append(out.split(maxsplit=1))
         told += "another process is training" in err

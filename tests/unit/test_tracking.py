@@ -22,6 +22,7 @@ from iwopd.runs.logs import RunError
 from iwopd.trackers import check_trackers, open_tracker
 from iwopd.train.tracking import Tracker
 from iwopd.types import EvalResult, StepStats
+from waiting import PATIENCE
 
 METRICS: dict[str, Any] = {
     "kl/sampled": 0.5,
@@ -119,9 +120,10 @@ def test_wandb_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WANDB_SILENT", "true")
     follow(tmp_path, "off", terminal=False, trackers=["wandb"])
     (log,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
-    content = log.read_bytes()
-    assert b"kl/sampled" in content
-    assert b"eval/tiny" in content
+    end = time.monotonic() + PATIENCE  # its own process writes, and not all at once
+    while not (b"kl/sampled" in (content := log.read_bytes()) and b"eval/tiny" in content):
+        assert time.monotonic() < end, content[:200]
+        time.sleep(0.1)
 
 
 def test_trackio_gets_the_numbers(tmp_path: Path) -> None:

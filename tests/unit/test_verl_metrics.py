@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -294,11 +293,22 @@ def test_what_the_user_can_set_right_has_its_own_exit_code(tmp_path: Path) -> No
     assert caught.value.exit_code == 2
 
 
+def _without_progress(tmp_path: Path, then: str) -> None:
+    """The job is given up after its two steps; for those a busy machine may need more patience."""
+    for patience in (3.0, 30.0, 300.0):
+        (folder := tmp_path / f"{patience:g}").mkdir()
+        words = rf"no step was finished in {patience:g} s \(cluster.patience\) after step \d"
+        with pytest.raises(TrainingStoppedError, match=words) as caught:
+            _follow(folder, then, patience=patience)
+        if "after step 2" in str(caught.value):
+            return
+    pytest.fail("the two steps were never seen")
+
+
 def test_a_job_without_progress_is_ended(tmp_path: Path) -> None:
-    began = time.monotonic()
-    with pytest.raises(TrainingStoppedError, match=r"no step was finished in 3 s \(cluster.patience\) after step 2"):
-        _follow(tmp_path, "time.sleep(600)", patience=3.0)
-    assert time.monotonic() - began < 120
+    ended_by_itself = tmp_path / "ended-by-itself"
+    _without_progress(tmp_path, f"time.sleep(600); pathlib.Path({str(ended_by_itself)!r}).touch()")
+    assert not ended_by_itself.exists()
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
@@ -313,5 +323,4 @@ def test_a_signal_ends_the_job(tmp_path: Path, number: int, name: str) -> None:
 def test_a_job_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("iwopd.cluster.verl.job.GRACE", 0.5)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    with pytest.raises(TrainingStoppedError, match="no step was finished"):
-        _follow(tmp_path, deaf, patience=3.0)
+    _without_progress(tmp_path, deaf)

@@ -21,6 +21,7 @@ from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.params import LOSS, Settings
 from iwopd.config import Method
 from iwopd.methods import METHODS
+from waiting import PATIENCE
 
 FORWARD_KL = {"objective": "divergence", "divergence": "forward-kl", "support": "top-k"}
 with_verl = pytest.mark.filterwarnings("ignore")  # verl, Ray and their dependencies warn at import
@@ -55,7 +56,7 @@ def test_which_methods_need_the_whole_batch() -> None:
         return Method(**values).made.needs_whole_batch
 
     need = {rule for rule in WEIGHT_RULES if reason(weights=rule)}
-    assert need == {"ideal", "curriculum", "prefix-only", "suffix-only", "tip", "scope"}
+    assert need == {"ideal", "curriculum", "prefix-only", "suffix-only", "until-drift", "gated", "tip", "scope"}
     assert "mean" in (reason(weights="signed", params={"normalize": "mean-one"}) or "")
 
 
@@ -102,6 +103,7 @@ REFUSED = {
     "jsd": "method.divergence is 'jsd': verl makes the forward KL",
     "top-k-kl": "method.divergence is 'reverse-kl': verl makes the forward KL",
     "kl-survival": "method.divergence is 'reverse-kl': verl makes the forward KL",
+    "kl-gated": "method.divergence is 'reverse-kl': verl makes the forward KL",
     "baseline": "advantage 'baseline'.* needs kl, and verl",
     "teacher-entropy": "weights 'teacher-entropy'.* needs teacher_entropy, and verl",
     "tip": "weights 'tip'.* needs kl, and verl",
@@ -323,7 +325,7 @@ print("registered")
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | variables, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | variables, timeout=PATIENCE)
 
 
 @pytest.mark.slow

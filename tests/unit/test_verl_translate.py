@@ -28,7 +28,7 @@ from iwopd.data.fields import DataError
 from iwopd.rollout.horizons import Fixed, Growing
 from iwopd.types import Prompt
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "iwopd" / "recipes"
 BASE: dict[str, Any] = {
     "models": {"student": "org/student", "teacher": "org/teacher"},
     "data": {"prompts": "prompts.jsonl"},

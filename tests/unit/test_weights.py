@@ -227,8 +227,9 @@ def test_holes_in_the_mask_count_as_absent() -> None:
 def test_empty_batches(shape: tuple[int, int]) -> None:
     mask = torch.zeros(shape, dtype=torch.bool)
     for name, params in RULES:
-        assert algo.token_weights(name, torch.zeros(shape), mask, progress=0.0, normalize="mean-one", **params).shape == shape
-        assert algo.supervised_mask(name, mask, **params).shape == shape
+        weights = algo.token_weights(name, torch.zeros(shape), mask, progress=0.0, normalize="mean-one", **params)
+        assert weights.shape == shape
+        assert algo.supervised_mask(name, mask, weights=weights, **params).shape == shape
 
 
 def test_weights_are_detached() -> None:
@@ -273,3 +274,10 @@ def test_a_gap_that_is_not_finite_is_refused_with_its_place() -> None:
 def test_one_rollout_without_batch_dimension_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mask must have shape \[B, T\], got \[3\]"):
         algo.token_weights("uniform", torch.zeros(3), torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("name", "evidence"), [("gated", "agreement"), ("scope", "correct")])
+def test_missing_evidence_is_named(name: str, evidence: str) -> None:
+    gap, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=f"weight rule '{name}' needs .*{evidence}.*: pass .*{evidence}="):
+        algo.token_weights(name, gap, mask)

@@ -51,7 +51,7 @@ def assert_same_run(folder: Path, *, deviation: float) -> None:
 def test_each_of_two_ranks_has_an_engine(tmp_path: Path) -> None:
     """Without a sync after every update the ratios would leave 1: the learning rate moves the student."""
     for count in (1, 2):
-        train_in_ranks(count, settings(tmp_path), tmp_path / f"run{count}", seconds=SECONDS)
+        train_in_ranks(count, settings(tmp_path), tmp_path / f"run{count}", launcher=True, seconds=SECONDS)
     assert_same_run(tmp_path, deviation=1e-4)
 
 
@@ -61,7 +61,7 @@ def test_two_ranks_share_a_server(tmp_path: Path) -> None:
         for count in (1, 2):
             server = {"url": url, "weights_folder": str(tmp_path / f"weights{count}")}
             tree = settings(tmp_path, rollout={"engine": "server"}, engine={"server": server})
-            train_in_ranks(count, tree, tmp_path / f"run{count}", seconds=SECONDS)
+            train_in_ranks(count, tree, tmp_path / f"run{count}", launcher=True, seconds=SECONDS)
     assert_same_run(tmp_path, deviation=1e-4)
 
 
@@ -78,7 +78,9 @@ VllmEngine._start = say
 
 def test_the_engines_follow_the_runs_precision(tmp_path: Path) -> None:
     """float32 weights under bfloat16 autocast: the engines have bfloat16 weights, and differ by what rounding explains."""
-    said = train_in_ranks(2, settings(tmp_path, precision="bf16"), tmp_path / "run", before=DTYPE, seconds=SECONDS)
+    said = train_in_ranks(
+        2, settings(tmp_path, precision="bf16"), tmp_path / "run", before=DTYPE, launcher=True, seconds=SECONDS
+    )
     assert said.count("vLLM computes in torch.bfloat16") == 2
     steps = training_metrics(tmp_path / "run")
     assert [step["step"] for step in steps] == [1, 2, 3]
@@ -114,12 +116,16 @@ if os.environ["RANK"] == "1":
 
 def test_an_engine_that_does_not_start_ends_all_ranks(tmp_path: Path) -> None:
     """Rank 0 waits for rank 1 inside vLLM when that happens."""
-    said = train_in_ranks(2, settings(tmp_path), tmp_path / "run", before=FAULTS["start"], code=1, seconds=SECONDS)
+    said = train_in_ranks(
+        2, settings(tmp_path), tmp_path / "run", before=FAULTS["start"], code=1, launcher=True, seconds=SECONDS
+    )
     assert "vLLM of training process 1 does not start with this student: no room for the weights" in said
 
 
 def test_an_engine_that_fails_ends_all_ranks_in_words(tmp_path: Path) -> None:
-    said = train_in_ranks(2, settings(tmp_path), tmp_path / "run", before=FAULTS["step"], code=1, seconds=SECONDS)
+    said = train_in_ranks(
+        2, settings(tmp_path), tmp_path / "run", before=FAULTS["step"], code=1, launcher=True, seconds=SECONDS
+    )
     assert said.count("vLLM failed while writing: OutOfMemoryError: no room for the cache") == 2
     assert said.count("Step 1 was the last finished one and is saved") == 2
     assert "]: Traceback" not in said  # torchrun has one of its own

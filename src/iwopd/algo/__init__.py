@@ -4,7 +4,7 @@ Conventions: `[B, T]` tensors are right-padded with a boolean mask; inputs outsi
 there are 0; advantages and weights are detached. `docs/method.md` has the formulas side by side.
 """
 
-from iwopd.algo import position, projection, related_weights, shaped_advantages, spans
+from iwopd.algo import drift_weights, position, projection, related_weights, shaped_advantages, spans
 from iwopd.algo._checks import LOGPROB_FLOOR, NonFiniteError
 from iwopd.algo.advantages import exopd_advantages, opd_advantages
 from iwopd.algo.correction import Mismatch, rollout_correction, rollout_mismatch
@@ -31,6 +31,7 @@ __all__ = [
     "TokenScores",
     "Wanted",
     "WeightRule",
+    "drift_weights",
     "exopd_advantages",
     "floor_logprobs",
     "fused_divergence_loss",

@@ -49,7 +49,10 @@ def first_drift(gap: Tensor, mask: Tensor, threshold: float = DRIFT) -> Tensor:
 
 @torch.no_grad()
 def prefix_sums(values: Tensor, mask: Tensor) -> Tensor:
-    """`sum_{k<t} values[k]`, [B, T] float64, 0 off the mask: `log r[t]` of gaps (Eq. 14), `S[t]` of their sizes (Eq. 15)."""
+    """`sum_{k<t} values[k]`, [B, T] float64, 0 off the mask.
+
+    Of gaps it is `log r[t]` (Eq. 14 with alpha 1), of their sizes `S[t]` (Eq. 15 without its minus).
+    """
     check_batch(mask, values=values)
     return keep(prefix_sum(wide(keep(values, mask))), mask)
 

@@ -36,9 +36,12 @@ EVIDENCE = {
     "teacher_logprobs": "[B, T] lp_T, of the teacher",
     "reference_logprobs": "[B, T] lp_R, of the reference model",
     "progress": "share of training done, in [0, 1]",
+    "agreement": "running mean of cos(gradient of the tokens before drifts, of those after), in [-1, 1]; 0 at the first step",
     **FURTHER,
 }
 """Everything that a formula can ask for."""
+NUMBERS = {"progress": 0, "agreement": -1}
+"""What is one number for the whole batch, and the least that it can be; at most 1."""
 SUPPORT = "support"
 """An objective can also ask for the teacher's log-probs of the ids of a support, and of the rest."""
 WEIGHTS = "weights"
@@ -64,6 +67,8 @@ class Evidence:
     """Boolean."""
     reference_logprobs: Tensor | None = None
     progress: float | None = None
+    agreement: float | None = None
+    """Of the steps before this one (`algo.agreement`)."""
     rollout_logprobs: Tensor | None = None
     """The generating engine's own, where they are not the trainer's: for the rollout correction only."""
     student_entropy: Tensor | None = None
@@ -178,18 +183,20 @@ def _fits(value: object, wanted: Any) -> bool:
 def _in_words(wanted: Any) -> str:
     if get_origin(wanted) is Literal:
         return " or ".join(map(repr, get_args(wanted)))
-    return " or ".join(map(_in_words, get_args(wanted))) or getattr(wanted, "__name__", str(wanted))
+    plain = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", type(None): "left out"}
+    return " or ".join(map(_in_words, get_args(wanted))) or plain.get(wanted, getattr(wanted, "__name__", str(wanted)))
 
 
 def prepare(needed: Mapping[str, Any]) -> dict[str, Any]:
-    """Evidence as rules get it: checked, detached, in float64, 0 outside the mask; `progress` checked."""
+    """Evidence as rules get it: checked, detached, in float64, 0 outside the mask; numbers checked."""
     mask = needed["mask"]
     check_batch_mask(mask)
     ready: dict[str, Any] = {"mask": mask}
     for name, values in needed.items():
-        if name == "progress":
-            if not 0 <= values <= 1:
-                raise ValueError(f"progress must lie in [0, 1], got {values}")
+        if name in NUMBERS:
+            least = NUMBERS[name]
+            if not least <= values <= 1:
+                raise ValueError(f"{name} must lie in [{least}, 1], got {values}")
             ready[name] = float(values)
         elif name != "mask":
             known = mask

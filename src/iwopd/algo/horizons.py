@@ -72,22 +72,28 @@ def check_threshold(threshold: float) -> None:
 def check_stopping_rule(name: str, params: Mapping[str, Any]) -> None:
     """Refuse a rule whose weight of a token cannot be known when the tokens before it are written."""
     rule = WEIGHT_RULES[name]
-    if rule.batch_dependent or set(rule.needs) - {"gap", "mask"} or params.get("normalize") is not None:
+    if rule.batch_dependent or set(rule.needs) - {"gap", "mask", "agreement"} or params.get("normalize") is not None:
         raise ValueError(
             f"weight rule {name!r} cannot stop answers: it looks at more than one answer's gaps ({_looks_at(rule, params)}). "
             "Choose 'survival'"
         )
-    if not _is_causal(name, params):
+    known = {"agreement": 0.2} if follows_gradients(name) else {}
+    if not _is_causal(name, {**params, **known}):
         raise ValueError(
             f"weight rule {name!r} cannot stop answers: its weight of a token depends on tokens that come after it. "
             "Choose 'survival'"
         )
 
 
+def follows_gradients(rule: str) -> bool:
+    """Whether the rule asks for the agreement of gradients, which changes from step to step."""
+    return "agreement" in WEIGHT_RULES[rule].needs
+
+
 def _looks_at(rule: WeightRule, params: Mapping[str, Any]) -> str:
     if rule.batch_dependent or params.get("normalize") is not None:
         return "the rest of the batch"
-    return ", ".join(sorted(set(rule.needs) - {"gap", "mask"}))
+    return ", ".join(sorted(set(rule.needs) - {"gap", "mask", "agreement"}))
 
 
 def _is_causal(name: str, params: Mapping[str, Any], tokens: int = 300) -> bool:

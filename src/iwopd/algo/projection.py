@@ -20,7 +20,7 @@ from iwopd.algo.evidence import prefix_sum
 
 
 def log_partition(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
-    """`log Z_alpha = log sum_y pi_theta(y)^(1-alpha) pi_T(y)^alpha`, [] (Proposition 1)."""
+    """`log Z_alpha = log sum_y pi_theta(y)^(1-alpha) pi_T(y)^alpha`, [] (Eq. 25)."""
     return torch.logsumexp((1.0 - alpha) * student + alpha * teacher, dim=-1)
 
 
@@ -37,7 +37,7 @@ def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
 def budget(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
     """`rho(alpha) = alpha * d/d alpha log Z_alpha - log Z_alpha = KL(q_alpha || pi_theta)`, [] (Eq. 31).
 
-    The derivative of `log Z` is the mean of `log pi_T/pi_theta` under `q_alpha`.
+    The derivative of `log Z` is the mean of `log pi_T/pi_theta` under `q_alpha` (Eq. 29).
     """
     mean_log_ratio = (projected_policy(student, teacher, alpha).exp() * (teacher - student)).sum(-1)
     return alpha * mean_log_ratio - log_partition(student, teacher, alpha)

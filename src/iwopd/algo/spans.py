@@ -96,7 +96,7 @@ class Spans:
     def compress(self, evidence: Evidence) -> Evidence:
         """The same evidence with spans [B, S] in the place of tokens, as rules and advantages see it."""
         changed = dict.fromkeys(_SUMMED, self.sum) | dict.fromkeys(_SHARED, self.shared)
-        kept = {"mask", "progress", "spans"}
+        kept = {"mask", "progress", "agreement", "spans"}
         found = {one.name: getattr(evidence, one.name) for one in fields(evidence)}
         for name, values in found.items():
             if values is not None and name not in changed and name not in kept:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from iwopd.algo._checks import check_batch_mask, check_tokens, keep, wide
-from iwopd.algo.evidence import EVIDENCE, Evidence, prefix_sum, prepare
+from iwopd.algo.evidence import EVIDENCE, NUMBERS, Evidence, prefix_sum, prepare
 from iwopd.algo.registry import POSITIVE, WEIGHT_RULES, WeightRule, register
 
 __all__ = ["WEIGHT_RULES", "WeightRule", "rule_weights", "supervised_mask", "token_weights"]
@@ -40,6 +40,10 @@ def token_weights(name: str, gap: Tensor, mask: Tensor, *, progress: float | Non
     needed = {"gap": gap, "mask": mask, "progress": progress, **evidence}
     if rule.needs_progress and progress is None:
         raise ValueError(f"weight rule {name!r} needs progress, the share of training done, in [0, 1]")
+    if missing := sorted(set(rule.needs) - needed.keys()):
+        raise ValueError(
+            f"weight rule {name!r} needs {' and '.join(missing)}: pass {', '.join(f'{one}=...' for one in missing)}"
+        )
     return _weights(rule, {name: needed[name] for name in {"gap", "mask", *rule.needs}}, params, gap.dtype)
 
 
@@ -76,7 +80,7 @@ def supervised_mask(name: str, mask: Tensor, *, weights: Tensor | None = None, *
     `weights` are the rule's own on these tokens; only a rule that supervises those with a positive weight needs them.
     """
     rule = WEIGHT_RULES[name]
-    for name_of_other in ("normalize", "progress"):  # `token_weights` takes them; they do not change which tokens count
+    for name_of_other in ("normalize", *NUMBERS):  # `token_weights` takes them; they do not change which tokens count
         params.pop(name_of_other, None)
     rule.check_params(params, "normalize")
     check_batch_mask(mask)

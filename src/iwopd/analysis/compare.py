@@ -3,7 +3,8 @@
     results --group--> one group per method (its training seeds) --align--> the problems that all have
             --> score of each group, difference of each group to its baseline, notes on everything that does not match
 
-The unit is the problem, pairs are formed by (task, seed, problem). One group of each student is the baseline.
+The unit is the problem, or what runs share (`units`); pairs are formed by (task, seed, problem). One group of each student is
+the baseline.
 `docs/evaluation.md` has the protocol.
 """
 
@@ -16,9 +17,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from iwopd.analysis.pairing import Group, Metric, Side, align, baselines, choose_tasks, group_results, note_settings, pair_seeds
+from iwopd.analysis.pairing import (
+    Group,
+    Metric,
+    Side,
+    align,
+    baselines,
+    choose_tasks,
+    group_results,
+    note_settings,
+    pair_in_units,
+    pair_seeds,
+)
+from iwopd.analysis.units import Units
 from iwopd.eval import statistics
-from iwopd.eval.statistics import Crossed, Interval, SamplingNoise, Term
+from iwopd.eval.statistics import Crossed, Interval, SamplingNoise, Term, UnitEffect
 from iwopd.runs.evaluations import ResultsError
 from iwopd.runs.results import ModelResults
 
@@ -36,10 +49,12 @@ class Score:
     over_problems: Interval
     over_seeds: Interval | None = None
     """Over seeds and problems; None with one seed."""
+    over_units: Interval | None = None
+    """Where units were asked for; bounds are NaN with too few of them."""
 
     @property
     def interval(self) -> Interval:
-        return self.over_seeds or self.over_problems
+        return self.over_units or self.over_seeds or self.over_problems
 
 
 @dataclass(frozen=True)
@@ -76,14 +91,25 @@ class Difference:
     """For a difference of the observed size and for one point. For `Avg` as multiples of what there is."""
     holm: float = math.nan
     """The deciding p-value, corrected for all comparisons of the table."""
+    over_units: UnitEffect | None = None
+    """Where units were asked for: seeds averaged within each."""
 
     @property
     def interval(self) -> Interval:
+        if self.over_units is not None:
+            return self.over_units.interval
         return self.over_seeds or self.over_problems
 
     @property
+    def too_few(self) -> bool:
+        """Whether there are units, and not enough for an interval or a verdict."""
+        return self.over_units is not None and not self.over_units.enough
+
+    @property
     def p_value(self) -> float:
-        """The one that decides: over seeds and problems where there are several seeds, else over problems."""
+        """The one that decides: over units where there are some, over seeds and problems with several seeds, else problems."""
+        if self.over_units is not None:
+            return self.over_units.p_value
         return self.p_problems if self.p_seeds is None else self.p_seeds
 
 
@@ -99,6 +125,8 @@ class Comparison:
     """(place of the group, task or `Avg`)."""
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
+    unit: str | None = None
+    """What names the units, if there are some."""
 
 
 def compare(
@@ -108,13 +136,19 @@ def compare(
     baseline: str | None = None,
     tasks: Sequence[str] | None = None,
     level: float = 0.95,
+    units: Units | None = None,
 ) -> Comparison:
-    """Compare results; a name given with one replaces its method's title, and equal names are seeds of one method."""
+    """Compare results; a name given with one replaces its method's title, and equal names are seeds of one method.
+
+    With `units`, seeds are averaged within a unit, and intervals and p-values are over units.
+    """
     if not 0.5 <= level < 1:
         raise ResultsError(f"level {level} is not a confidence level: use a number like 0.95")
     measure = Metric.parse(metric)
     notes: list[str] = []
-    groups = group_results(results, notes)
+    if units is not None:
+        units.check([result for _, result in results])
+    groups = group_results(results, notes, units)
     bases = baselines(groups, baseline, notes)
     aligned = {task: align(task, groups, measure, notes) for task in choose_tasks(groups, tasks)}
     shared = [task for task, data in aligned.items() if len(data) == len(groups)]
@@ -128,29 +162,47 @@ def compare(
     for task, data in columns:
         for place in range(len(groups)):
             if all(place in part for part in data):
-                scores[place, task] = _score([part[place].values for part in data], level)
+                scores[place, task] = _score([part[place].values for part in data], level, groups[place].units)
     for place, base in bases.items():
-        pairs = pair_seeds(groups[base], groups[place], notes)
+        pairs = (pair_in_units if units else pair_seeds)(groups[base], groups[place], notes)
+        places = [groups[base].units[one] for one, _ in pairs] if units else None
         note_settings(groups[base], groups[place], pairs, notes)
         for task, data in columns:
             if all(place in part and base in part for part in data):
                 sides = [_paired(part[base], part[place], pairs) for part in data]
-                differences.append(_difference(task, groups[place], groups[base], sides, measure, level))
-    corrected = statistics.holm([difference.p_value for difference in differences])
-    differences = [replace(difference, holm=p) for difference, p in zip(differences, corrected, strict=True)]
+                differences.append(_difference(task, groups[place], groups[base], sides, measure, level, places))
+    judged = [place for place, difference in enumerate(differences) if not difference.too_few]
+    corrected = dict(zip(judged, statistics.holm([differences[place].p_value for place in judged]), strict=True))
+    differences = [replace(difference, holm=corrected.get(place, 1.0)) for place, difference in enumerate(differences)]
     if not differences:
         raise ResultsError("nothing to compare: no task that a group and its baseline both have")
-    if any(difference.seeds == 1 for difference in differences):
+    if units is None and any(difference.seeds == 1 for difference in differences):
         notes.append(ONE_SEED)
     unique = tuple(dict.fromkeys(notes))
-    return Comparison(measure, level, tuple(aligned), tuple(groups), bases, scores, tuple(differences), unique)
+    return Comparison(
+        measure, level, tuple(aligned), tuple(groups), bases, scores, tuple(differences), unique, units.title if units else None
+    )
 
 
-def _score(strata: list[Tensor], level: float) -> Score:
-    """`strata`: values [S, N] of each task."""
+def _by_unit(strata: list[Tensor], units: Sequence[str], level: float) -> UnitEffect:
+    """Over units, of values [S, N] of each task: tasks weigh the same, seeds are averaged within a unit."""
+    by_run = torch.stack([values.double().mean(1) for values in strata]).mean(0).tolist()
+    gathered: dict[str, list[float]] = {}
+    for unit, value in zip(units, by_run, strict=True):
+        gathered.setdefault(unit, []).append(value)
+    found = statistics.over_units([sum(values) / len(values) for values in gathered.values()], level=level)
+    return found if found.enough else found._replace(interval=Interval(found.interval.mean, math.nan, math.nan), p_value=1.0)
+
+
+def _score(strata: list[Tensor], level: float, units: Sequence[str] = ()) -> Score:
+    """`strata`: values [S, N] of each task; `units` of the S runs."""
     over_problems = statistics.interval_over_problems([values.mean(0) for values in strata], level=level)
     both = statistics.crossed(strata)
-    return Score(over_problems, None if both is None else both.interval(level, (0.0, 1.0)))
+    over_units = None
+    if units:
+        mean, low, high = _by_unit(strata, units, level).interval
+        over_units = Interval(mean, *(bound if math.isnan(bound) else min(1.0, max(0.0, bound)) for bound in (low, high)))
+    return Score(over_problems, None if both is None else both.interval(level, (0.0, 1.0)), over_units)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +222,9 @@ def _paired(base: Side, side: Side, pairs: Sequence[tuple[int, int]]) -> _Pair:
     return _Pair(differences, samples, noises)
 
 
-def _difference(task: str, group: Group, base: Group, sides: list[_Pair], metric: Metric, level: float) -> Difference:
+def _difference(
+    task: str, group: Group, base: Group, sides: list[_Pair], metric: Metric, level: float, units: Sequence[str] | None
+) -> Difference:
     strata = [side.differences for side in sides]
     per_problem = [values.mean(0) for values in strata]
     both = statistics.crossed(strata)
@@ -189,7 +243,8 @@ def _difference(task: str, group: Group, base: Group, sides: list[_Pair], metric
         over_seeds=None if both is None else both.interval(level, (-1.0, 1.0)),
         p_seeds=None if both is None else both.p_value,
         cancelled=sum(known) / len(known) if known and metric.averages_samples else None,
-        needed=_needed(sides, both, metric, level),
+        needed=_needed(sides, both, metric, level) if units is None else (),
+        over_units=None if units is None else _by_unit(strata, units, level),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from iwopd.analysis.units import SHARED, Units, warnings
 from iwopd.eval import per_problem
 from iwopd.runs.evaluations import ResultsError, TaskResults
 from iwopd.runs.results import ModelResults
@@ -60,6 +61,8 @@ class Group:
     name: str
     student: str | None
     members: tuple[ModelResults, ...]
+    units: tuple[str, ...] = ()
+    """Of each member, where units were asked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,22 +78,31 @@ class Side:
 # --- who is compared with whom ---------------------------------------------------------------------------------------
 
 
-def group_results(results: Sequence[tuple[str | None, ModelResults]], notes: list[str]) -> list[Group]:
-    """Results of equal name (or equal method) and student are the seeds of one group, in the order of first appearance."""
+def group_results(
+    results: Sequence[tuple[str | None, ModelResults]], notes: list[str], units: Units | None = None
+) -> list[Group]:
+    """Results of equal name (or equal method) and student are the seeds of one group, in the order of first appearance.
+
+    With units, a group has the seeds of all of them, whatever their students.
+    """
     gathered: dict[tuple[str, str | None], list[tuple[bool, ModelResults]]] = {}
     for name, result in results:
-        gathered.setdefault((name or result.method, result.student), []).append((name is not None, result))
+        student = result.student if units is None else None
+        gathered.setdefault((name or result.method, student), []).append((name is not None, result))
     groups = []
     for (name, student), found in gathered.items():
         members = [result for _, result in found]
         for place, result in enumerate(members[1:], 1):
-            twin = next((m for m in members[:place] if m.seed is not None and m.seed == result.seed), None)
+            same = [m for m in members[:place] if units is None or units.of(m) == units.of(result)]
+            twin = next((m for m in same if m.seed is not None and m.seed == result.seed), None)
             if twin is not None:
                 raise ResultsError(
                     f"{twin.path} and {result.path} are both {name} with seed {result.seed}; if they are different methods, "
                     "name them: A=PATH B=PATH"
                 )
-            changed = _changed(members[0], result)
+            changed = _changed(same[0] if same else members[0], result)
+            if units is not None and not same:  # units may have other models, and nothing else
+                changed = [name for name in changed if not name.startswith("models.") and name != units.setting]
             if changed and not all(named for named, _ in found):
                 raise ResultsError(
                     f"{members[0].path} and {result.path} are both {name}, but differ in {', '.join(changed)}; name them to "
@@ -98,13 +110,29 @@ def group_results(results: Sequence[tuple[str | None, ModelResults]], notes: lis
                 )
             if changed:
                 notes.append(f"The runs of {name} differ in more than the seed: {', '.join(changed)}")
-        groups.append(Group(name, student, tuple(members)))
+        notes.extend(warnings(name, members) if units is None else ())
+        found_units = () if units is None else tuple(units.of(member) for member in members)
+        groups.append(Group(name, student, tuple(members), found_units))
+    notes.extend(several_students(groups) if units is None else ())
     if not groups:
         raise ResultsError("no results were given")
     if len(groups) == 1:
         only = f"all results belong to one group ({groups[0].name})"
         raise ResultsError(f"{only}: nothing to compare; name them apart with A=PATH B=PATH")
     return groups
+
+
+def several_students(groups: Sequence[Group]) -> list[str]:
+    """That a method was trained on several students or lineages, each of which is compared by itself."""
+    found = []
+    for name in dict.fromkeys(group.name for group in groups):
+        firsts = [group.members[0].every_setting for group in groups if group.name == name]
+        key = next((key for key in SHARED if len({str(one.get(key)) for one in firsts}) == len(firsts) > 1), None)
+        if key is not None:
+            found.append(
+                f"{name} has runs with {len(firsts)} students, each compared by itself; to compare over them, --unit {key}"
+            )
+    return found
 
 
 def _changed(first: ModelResults, second: ModelResults) -> list[str]:
@@ -156,6 +184,25 @@ def pair_seeds(base: Group, group: Group, notes: list[str]) -> list[tuple[int, i
         why = f"{group.name} and {base.name} have no training seed in common, or none is recorded"
         notes.append(f"Not matched: {why}; paired in the order given{which}")
     return [(place, place) for place in range(count)]
+
+
+def pair_in_units(base: Group, group: Group, notes: list[str]) -> list[tuple[int, int]]:
+    """The same unit by unit: the members of every unit that both have."""
+    pairs: list[tuple[int, int]] = []
+    common = [unit for unit in dict.fromkeys(base.units) if unit in group.units]
+    for unit in common:
+        ours, theirs = ([place for place, one in enumerate(side.units) if one == unit] for side in (group, base))
+        baseline, compared = (
+            Group(f"{side.name} in {unit}", None, tuple(side.members[place] for place in places))
+            for side, places in ((base, theirs), (group, ours))
+        )
+        pairs += [(theirs[one], ours[two]) for one, two in pair_seeds(baseline, compared, notes)]
+    alone = [unit for unit in dict.fromkeys((*base.units, *group.units)) if unit not in common]
+    if alone:
+        notes.append(f"{group.name} and {base.name} are compared on the units that both have; left out: {_listed(alone)}")
+    if not common:
+        raise ResultsError(f"{group.name} and {base.name} have no unit in common: {_listed(alone)}")
+    return pairs
 
 
 def _listed(values: Sequence[object]) -> str:

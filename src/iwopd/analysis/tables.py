@@ -6,6 +6,7 @@ Names of methods, students, tasks and folders come from files and command lines:
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -70,7 +71,10 @@ def latex(comparison: Comparison) -> str:
     for (name, tasks), end in zip(blocks.items(), ends, strict=True):
         first.append(rf"\multicolumn{{{len(tasks)}}}{{c{end}}}{{\textbf{{{name}}}}}" if name else " & ".join([""] * len(tasks)))
     first += [rf"\multirow{{2}}{{*}}{{\textbf{{{head}}}}}" for head in average]
-    second = ["", "", *(escape_latex(task_title(task)) for task in flat), *("" for _ in average)]
+    titles = [escape_latex(task_title(task)) for task in flat]
+    heads = [" & ".join(first), " & ".join(["", "", *titles, *("" for _ in average)]).strip()]
+    if not any(blocks):  # no areas: tasks are named in the only row
+        heads = [" & ".join([r"\textbf{Student}", r"\textbf{Method}", *titles, *(rf"\textbf{{{head}}}" for head in average)])]
     lines = [
         "% made by `iwopd compare`; needs \\usepackage{booktabs,multirow}",
         r"\begin{table}[t]",
@@ -78,8 +82,7 @@ def latex(comparison: Comparison) -> str:
         rf"\caption{{{_caption(comparison)}}}",
         rf"\begin{{tabular}}{{{layout}}}",
         r"\toprule",
-        " & ".join(first) + r" \\",
-        " & ".join(second).strip() + r" \\",
+        *(f"{head} " + r"\\" for head in heads),
     ]
     for student, places in _students(comparison).items():
         lines.append(r"\midrule")
@@ -176,7 +179,9 @@ def escape_latex(text: str) -> str:
 
 def _score(comparison: Comparison, place: int, task: str) -> str:
     score = comparison.scores.get((place, task))
-    return "–" if score is None else f"{score.interval.times(100):.1f}"
+    if score is None:
+        return "–"
+    return f"{100 * score.interval.mean:.1f}" if math.isnan(score.interval.low) else f"{score.interval.times(100):.1f}"
 
 
 def _both_tables(comparison: Comparison) -> dict[str, tuple[list[str], list[list[str]]]]:
@@ -186,19 +191,22 @@ def _both_tables(comparison: Comparison) -> dict[str, tuple[list[str], list[list
     for place in (place for places in _students(comparison).values() for place in places):
         group = comparison.groups[place]
         cells = [_score(comparison, place, task) for task in shown]
-        scores.append([group.student or "–", group.name, str(len(group.members)), *cells])
+        units = [str(len(set(group.units)))] if comparison.unit else []
+        scores.append([group.student or "–", group.name, *units, str(len(group.members)), *cells])
+    named = ["student", "method", *(["units", "runs"] if comparison.unit else ["seeds"])]
     several = ["Holm p"] if len(comparison.differences) > 1 else []
     heads = ["difference", "task", "points", "interval", "p", *several, "verdict"]
     return {
-        f"{comparison.metric} in points, {level} intervals": (["student", "method", "seeds", *map(task_title, shown)], scores),
+        f"{comparison.metric} in points, {level} intervals": ([*named, *map(task_title, shown)], scores),
         f"Differences in points, {level} intervals": (heads, [_cells(d, comparison) for d in comparison.differences]),
     }
 
 
 def _cells(difference: Difference, comparison: Comparison) -> list[str]:
-    interval = f"{points(difference.interval.low)} to {points(difference.interval.high)}"
+    low, high = difference.interval.low, difference.interval.high
+    interval = "–" if difference.too_few else f"{points(low)} to {points(high)}"
     p_values = [difference.p_value, *([difference.holm] if len(comparison.differences) > 1 else [])]
-    shown = [show_p(p).removeprefix("= ") for p in p_values]
+    shown = ["–" if difference.too_few else show_p(p).removeprefix("= ") for p in p_values]
     head = [title(difference, comparison), task_title(difference.task)]
     return [*head, points(difference.interval.mean), interval, *shown, verdict(difference, comparison)]
 
@@ -235,8 +243,9 @@ def _latex_cell(comparison: Comparison, place: int, task: str, rivals: Sequence[
     return text
 
 
-def _interval_json(interval: Interval) -> dict[str, float]:
-    return interval.times(100)._asdict()
+def _interval_json(interval: Interval) -> dict[str, float | None]:
+    """A bound that does not exist is null."""
+    return {name: None if math.isnan(value) else value for name, value in interval.times(100)._asdict().items()}
 
 
 def _group_json(place: int, comparison: Comparison) -> dict[str, Any]:
@@ -246,11 +255,16 @@ def _group_json(place: int, comparison: Comparison) -> dict[str, Any]:
             over_seeds = _interval_json(score.over_seeds) if score.over_seeds else None
             over = {"over_problems": _interval_json(score.over_problems), "over_seeds_and_problems": over_seeds}
             scores[task] = {**_interval_json(score.interval), **over}
+            if score.over_units:
+                scores[task]["over_units"] = _interval_json(score.over_units)
     return {
         "name": group.name,
         "student": group.student,
         "baseline": place in comparison.baselines.values(),
-        "runs": [{"path": str(m.path), "seed": m.seed, "step": m.step} for m in group.members],
+        "runs": [
+            {"path": str(m.path), "seed": m.seed, "step": m.step, **({"unit": group.units[n]} if group.units else {})}
+            for n, m in enumerate(group.members)
+        ],
         "scores": scores,
     }
 
@@ -266,6 +280,9 @@ def _difference_json(d: Difference, comparison: Comparison) -> dict[str, Any]:
         "verdict": verdict(d, comparison),
         "over_problems": {**_interval_json(d.over_problems), "p": d.p_problems},
         "over_seeds_and_problems": over_seeds,
+        "over_units": {**_interval_json(d.over_units.interval), "p": d.over_units.p_value, "units": d.over_units.units}
+        if d.over_units
+        else None,
         "problems": d.problems,
         "differing_problems": d.differing,
         "samples": d.samples,

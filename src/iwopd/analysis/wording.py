@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 
 from iwopd.analysis.compare import AVERAGE, POWER, Comparison, Difference, Needed
+from iwopd.eval.statistics import LEAST_UNITS
 
 
 def sentence(difference: Difference, comparison: Comparison) -> str:
     d, alpha = difference, 1.0 - comparison.level
+    what = f"{title(d, comparison)} on {d.task}: {points(d.interval.mean)} points"
+    if d.too_few:
+        return f"{what}: {verdict(d, comparison)}."
     over = f" over {d.seeds} training seeds and {d.problems} problems" if d.over_seeds else ""
+    if d.over_units:
+        over = f" over {d.over_units.units} units ({comparison.unit}, {d.seeds} pairs of runs)"
     p = f"p {show_p(d.p_value)}" + (f", Holm {show_p(d.holm)}" if len(comparison.differences) > 1 else "")
     interval = f"{percent(comparison.level)} interval{over} {points(d.interval.low)} to {points(d.interval.high)}"
-    what = f"{title(d, comparison)} on {d.task}: {points(d.interval.mean)} points"
     words = [f"{what} ({interval}; {p}): {verdict(d, comparison)}."]
     least = 2.0 ** (1 - d.differing)
+    if d.over_units:
+        return words[0]
+    if d.p_seeds is None and (d.interval.low > 0 or d.interval.high < 0) != (d.p_value < alpha) and d.differing > 0:
+        words.append("Interval (bootstrap over problems) and p (sign flips) are two methods; where they disagree, p decides.")
     if d.p_seeds is None and d.differing > 0 and least > alpha:
         words.append(f"Only {d.differing} problems differ: no p below {least:.2g} is possible.")
     if d.over_seeds:
@@ -38,6 +47,9 @@ def title(difference: Difference, comparison: Comparison) -> str:
 
 def verdict(difference: Difference, comparison: Comparison) -> str:
     alpha = 1.0 - comparison.level
+    if difference.over_units is not None and difference.too_few:
+        count = difference.over_units.units
+        return f"too few to tell ({count} unit{'s' if count > 1 else ''}, a verdict takes {LEAST_UNITS})"
     if difference.differing == 0:
         return "the same on every problem"
     if difference.holm < alpha:

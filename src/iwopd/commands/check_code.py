@@ -35,6 +35,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         return _self_test(options.json)
     if options.tests is None:
         raise UserError("check-code needs FILE, ENTRY_POINT and TESTS.json (or --self-test); see `iwopd check-code --help`")
+    if not 0 <= options.atol < float("inf"):
+        raise UserError(f"--atol must be a number, 0 or more, got {options.atol}")
     source, tests = _read("program", options.file), _tests(options.tests)
     from iwopd.eval.code import check_code
 

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.eval.math import TIMEOUT_SECONDS, check_math
 
     timeout = TIMEOUT_SECONDS if options.timeout is None else options.timeout
-    if not timeout > 0.0:
+    if not 0.0 < timeout < float("inf"):
         raise UserError(f"--timeout must be a positive number of seconds, got {timeout}")
     outcome = check_math(_text(options.text), options.gold, timeout=timeout)
     if options.json:

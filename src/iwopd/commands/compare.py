@@ -26,12 +26,14 @@ The first method is the baseline. Pairs are formed by task, training seed and pr
 examples
   iwopd compare runs/opd-seed0 runs/iw-opd-seed0
   iwopd compare runs/opd-seed* runs/iw-opd-seed* --format latex -o table.tex
+  iwopd compare runs/opd-* runs/iw-opd-* --unit models.lineage
   iwopd compare OPD=out/a IW-OPD=out/b --metric majority@32 --tasks aime24,aime25
 
 what the numbers mean
   One seed a side: the interval is a bootstrap over problems, p flips signs of the problems' differences. Both are about these
-  models. Several seeds: interval and p are over seeds and problems together, about the methods. Holm p is corrected for all
-  comparisons of the table. docs/evaluation.md has the protocol.
+  models. Several seeds: interval and p are over seeds and problems together, about the methods. With --unit: a t interval and
+  its p over units, about methods and models like these; a verdict takes four units. Holm p is corrected for all comparisons
+  of the table. docs/evaluation.md has the protocol.
 """
 
 
@@ -44,6 +46,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="step of all training runs (default: the last that was evaluated)")
     parser.add_argument("--tasks", help="comma-separated (default: all)")
     parser.add_argument("--level", type=float, default=0.95, help="confidence level (default: 0.95)")
+    parser.add_argument(
+        "--unit",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="what runs share and are not independent in: a setting (models.lineage, models.student), or PATH=UNIT for results "
+        "that do not say it; seeds are averaged within a unit",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there instead of to the terminal")
 
 
@@ -52,6 +62,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
     from iwopd.analysis.compare import compare
     from iwopd.analysis.tables import print_comparison, render
+    from iwopd.analysis.units import Units
     from iwopd.runs.evaluations import ResultsError
 
     tasks = words(options.tasks) if options.tasks is not None else None
@@ -60,6 +71,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     comparison = compare(
         [named_results(word, options.step) for word in options.results],
         tasks=tasks,
+        units=Units.parse(options.unit),
         **picked(options, "metric", "baseline", "level"),
     )
     page = io.StringIO()

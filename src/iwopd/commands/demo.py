@@ -9,12 +9,13 @@ import os
 from pathlib import Path
 
 from iwopd.commands.engine_options import add_engine_options, engine_choice
+from iwopd.errors import UserError
 
 HELP = "see the position bias on your own CPU, in minutes"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world", default=None, help="embedded world: clean or drift (default: the one that shows most)")
+    parser.add_argument("--world", default=None, help="embedded world: clean, drift or long (default: the one that shows most)")
     parser.add_argument("--lineage", type=int, default=0, help="lineage of the models: another initialisation and data order")
     parser.add_argument("--seeds", type=int, default=1, help="distillation seeds per method (3 for the careful)")
     parser.add_argument("--first-seed", type=int, default=0, help="number of the first seed")
@@ -30,4 +31,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.demo import run_demo
 
+    if options.lineage < 0:
+        raise UserError(f"--lineage must be at least 0, got {options.lineage}")
     return run_demo(options, engine_choice(options))

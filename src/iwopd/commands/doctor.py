@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from iwopd.commands.options import parse_overrides
+from iwopd.recipes import find
 
 if TYPE_CHECKING:
     from iwopd.config import Config
@@ -29,7 +30,8 @@ HELP = "look at a recipe, or at a GPU, before it trains"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, nargs="?", help="TOML recipe; may be left out with --gpu")
+    recipe = "TOML file, or a name of `iwopd recipes`; may be left out with --gpu"
+    parser.add_argument("recipe", type=find, nargs="?", help=recipe)
     parser.add_argument("--static", action="store_true", help="only what needs no model weights")
     parser.add_argument(
         "--self-check", action="store_true", help="also the pipeline on questions whose answers are known: no silent faults"
@@ -45,6 +47,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
     if options.device is not None and not options.gpu:
         raise ConfigError("--device goes with --gpu")
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks is {options.ranks}: processes that train are at least 1")
     if options.static and options.gpu:
         raise ConfigError("--static looks at no device, --gpu at nothing else: leave one of them out")
     if options.self_check and (options.static or options.gpu):
@@ -68,13 +72,15 @@ def _examine(options: argparse.Namespace, config: Config) -> int:
 
     folder = options.out or Path("runs") / f"{options.recipe.stem}-seed{config.seed}"
     findings: list[Finding] = []
-    _show(examine_recipe(config, folder, static=options.static, ranks=options.ranks), findings)
+    say = partial(print, file=sys.stderr, flush=True)
+    _show(examine_recipe(config, folder, static=options.static, ranks=options.ranks, say=say), findings)
     failed = any(finding.level == "fail" for finding in findings)
     if not options.static and not failed:
+        say("loading the models, and comparing their heads with their own logits")
         with pretraining_progress() as progress:
             parts = assemble(config, lambda _: None, progress)
         with parts:
-            _show(examine_models(config, parts, folder), findings)
+            _show(examine_models(config, parts, folder, say=say), findings)
             if options.self_check:
                 with ConsoleStages() as stages:
                     _show(examine_pipeline(config, parts, stages), findings)

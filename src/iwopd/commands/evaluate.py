@@ -34,7 +34,9 @@ IWOPD_DATA names, else the Hugging Face hub (math) or EvalPlus's releases (code)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="local folder, hub id, or a run directory (its newest checkpoint)")
+    parser.add_argument(
+        "--model", required=True, help="local folder, hub id, GGUF file, or a run directory (its newest checkpoint)"
+    )
     parser.add_argument("--step", type=int, help="with a run directory: the checkpoint of this step")
     parser.add_argument("--tasks", required=True, help="comma-separated names or TOML files")
     parser.add_argument("--samples", type=int, help="samples per problem (default: the task's)")

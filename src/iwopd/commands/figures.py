@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from iwopd.commands.options import add_report_sources
+from iwopd.commands.options import add_report_sources, check_report_sources
 
 HELP = "the report's figures for a paper: PDF, SVG or PNG"
 
@@ -32,6 +32,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     except ImportError as error:
         raise ReportError(f"figures need matplotlib ({error}): pip install 'iwopd[figures]'") from None
 
+    check_report_sources(options)
     sources = {"probes": options.probe, "handoff_file": options.handoff}
     written, notes = write_figures(options.runs, options.out, file_format=options.format, layout=options.layout, **sources)
     for note in notes.items:

@@ -47,11 +47,11 @@ def _show(found: dict[str, list[dict[str, Any]]]) -> None:
         for line in text.splitlines():
             console.print(Padding(Text(line, style=style), (0, 0, 0, indent), expand=False))
 
-    table = Table(title="Methods (recipes/tiny/NAME.toml)", title_justify="left")
+    table = Table(title="Methods (iwopd train tiny/NAME)", title_justify="left")
     for column in ("name", "what it is", "[method] section"):
         table.add_column(column, overflow="fold")
     for method in found["methods"]:
-        table.add_row(method["name"], method["title"], _toml(method["method"]) or "the defaults")
+        table.add_row(method["name"], method["title"], _toml(method["method"], "\n") or "# the defaults")
     console.print(table, markup=False)
     for kind, heading in HEADINGS.items():
         console.print()
@@ -83,16 +83,16 @@ def _needs(one: dict[str, Any]) -> str:
     return f"needs: {'; '.join(filter(None, [', '.join(plain), further])) or 'nothing but the length'}"
 
 
-def _toml(values: dict[str, Any]) -> str:
+def _toml(values: dict[str, Any], between: str = ", ") -> str:
     """As a recipe writes it; None, which TOML lacks, stands for a setting that is left out."""
-    return ", ".join(f"{name} = {_value(value)}" for name, value in values.items())
+    return between.join(f"{name} = {_value(value)}" for name, value in values.items())
 
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + _toml(value) + "}"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, float) and len(repr(value)) > 8:
         return f"{value:.4g}"
-    return "(left out)" if value is None else repr(value)
+    return "(left out)" if value is None else json.dumps(value, ensure_ascii=False)

@@ -24,7 +24,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The same as keyword arguments."""
+    """The same as keyword arguments; a device that is not here is refused before anything is loaded."""
+    from iwopd.devices import check_device
+
+    check_device(options.device, "--device")
     return picked(options, "dtype", "device", "trust_remote_code")
 
 
@@ -77,26 +80,34 @@ def add_report_sources(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--handoff", type=Path, help="hand-off curve (default: handoff.json beside the runs)")
 
 
+def check_report_sources(options: argparse.Namespace) -> None:
+    """What is named by an option must be there; of runs the page itself says what is missing."""
+    from iwopd.report import ReportError
+
+    for name, path in [*(("--probe", path) for path in options.probe), ("--handoff", options.handoff)]:
+        if path is not None and not path.exists():
+            raise ReportError(f"{name} {path}: there is no such file; correct it, or leave it out")
+
+
 def words(text: str) -> list[str]:
     """The parts of a comma-separated list."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
-    """`--optim.lr 1e-4` and `--optim.lr=1e-4`, in any number: `train`, `doctor` and `plan`."""
-    from iwopd.config import ConfigError, parse_value
+    """`--optim.lr 1e-4` and `--optim.lr=1e-4`, in any number; `--models.world ''` empties one: `train`, `doctor`, `plan`."""
+    from iwopd.config import ConfigError, parse_setting
 
     overrides: dict[str, Any] = {}
     remaining = iter(rest)
     for word in remaining:
         if not word.startswith("--"):
             raise ConfigError(f"do not know what to do with {word!r}; settings look like --optim.lr 1e-4")
-        name, given, text = word[2:].partition("=")
-        if not given:
-            text = next(remaining, "")
-            if not text or text.startswith("--"):
-                raise ConfigError(f"--{name} needs a value, e.g. --{name} 1")
-        overrides[_setting(name)] = parse_value(text)
+        name, given, value = word[2:].partition("=")
+        text = value if given else next(remaining, None)
+        if text is None or (not given and text.startswith("--")):
+            raise ConfigError(f"--{name} needs a value, e.g. --{name} 1; --{name} '' empties it")
+        overrides[_setting(name)] = parse_setting(_setting(name), text)
     return overrides
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from iwopd.commands.options import parse_overrides
+from iwopd.recipes import find
 
 if TYPE_CHECKING:
     from iwopd.cluster.plan import CutLengths
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
 HELP = "estimate what a recipe needs on a cluster"
 
 
+MOST_GPUS = 8192
+"""Every split of them is looked at."""
+
+
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, help="TOML recipe")
+    parser.add_argument("recipe", type=find, help="TOML file, or a name of `iwopd recipes`")
     parser.add_argument("--gpu", default="h100", help="a100-40, a100-80, h100 (default), h200, b200, l40s, rtx4090")
     parser.add_argument("--nodes", type=int, help="machines (default: 1)")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs of each machine (default: 8; 1 machine x 1: the local engine)")
@@ -44,6 +49,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus)):
         if value < 1:
             raise PlanError(f"{name} is {value}: it must be at least 1")
+    if nodes * gpus > MOST_GPUS:
+        raise PlanError(f"--nodes x --gpus-per-node is {nodes * gpus:,} GPUs: a plan is made for at most {MOST_GPUS:,}")
     if options.price is not None and not 0 <= options.price < float("inf"):
         raise PlanError(f"--price is {options.price:g}: it must be a price, 0 or more")
     quantiles, cut = _lengths(options)

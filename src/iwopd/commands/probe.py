@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +37,18 @@ examples:
   iwopd probe --student ./student --teacher ./teacher --prompts prompts.jsonl --max-tokens 512 --skip alignment
 
 prompts: JSONL with `prompt` or `messages`, and optionally `id`, `answer` (checked as math, or as --task does) and `solution`.
-parts for --skip: handoff, positions, overlap, likelihood, rules, alignment, horizons. docs/probe.md explains every number.
+parts for --skip: handoff, positions, overlap, likelihood, rules, alignment, agreement, horizons.
+docs/probe.md explains every number.
 """
 
 
+MOST_BINS = 1000
+
+
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--student", help="local folder or hub id")
-    parser.add_argument("--teacher", help="local folder or hub id")
-    parser.add_argument("--world", help="embedded world instead of a pair: clean or drift")
+    parser.add_argument("--student", help="local folder, hub id or GGUF file")
+    parser.add_argument("--teacher", help="local folder, hub id or GGUF file")
+    parser.add_argument("--world", help="embedded world instead of a pair: clean, drift or long")
     parser.add_argument("--lineage", type=int, default=0, help="which of the world's lineages (default: 0)")
     parser.add_argument("--student-size", default="medium", help="of the world's student (default: medium)")
     parser.add_argument("--teacher-size", default="strong", help="of the world's teacher (default: strong)")
@@ -65,7 +70,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gamma", type=float, default=0.5, help="of IW-OPD, for the verdict (default: 0.5)")
     rule = "one more weight rule to look at, e.g. survival:tau=2,floor=0.1; may be repeated"
     parser.add_argument("--rule", action="append", default=[], metavar="NAME[:PARAM=VALUE,...]", help=rule)
-    parser.add_argument("--batches", type=int, default=8, help="of the gradient alignment (default: 8)")
+    parser.add_argument("--batches", type=int, default=8, help="of gradients (default: 8)")
     parser.add_argument("--batch-size", type=int, default=32, help="prompts of such a batch (default: 32)")
     parser.add_argument("--skip", default="", metavar="PARTS", help="comma-separated parts to leave out")
     add_model_options(parser)
@@ -88,9 +93,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     pair, material, name = _world(options) if options.world is not None else _models(options)
     settings = _settings(options, _max_tokens(options, material))
     out: Path = options.output or Path("probes") / name / "probe.json"
+    parts = out.with_name(f"{out.name}.parts")
     with ConsoleStages() as progress:
-        probe = run_probe(pair, material, settings, progress)
+        probe = run_probe(pair, material, settings, progress, keep=parts)
     write_probe(probe, out)
+    shutil.rmtree(parts, ignore_errors=True)
     console = Console(stderr=options.json)
     print_probe(probe, console)
     console.print(f"result: {out}; see it: iwopd report {out.parent}", highlight=False, markup=False, soft_wrap=True)
@@ -104,6 +111,14 @@ def _check(options: argparse.Namespace) -> None:
 
     if options.limit < 1:
         raise ProbeError(f"--limit must be at least 1, got {options.limit}")
+    if options.lineage < 0:
+        raise ProbeError(f"--lineage must be at least 0, got {options.lineage}")
+    if options.bins > MOST_BINS:
+        raise ProbeError(f"--bins must be at most {MOST_BINS}, got {options.bins}")
+    if options.output is not None and options.output.is_dir():
+        raise ProbeError(f"-o {options.output} is a folder: name a file, such as {options.output / 'probe.json'}")
+    if options.output is not None and (file := next((one for one in options.output.parents if one.is_file()), None)):
+        raise ProbeError(f"-o {options.output} cannot be written: {file} is a file, not a folder")
     if options.world is not None:
         for name in ("student", "teacher", "prompts", "task", "data"):
             if getattr(options, name) is not None:
@@ -112,7 +127,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ProbeError("--world brings rendered prompts: leave " + ", ".join(CHAT_NAMES) + " out")
         return
     if not (options.student and options.teacher):
-        raise ProbeError("name a pair with --student and --teacher, or an embedded --world (clean or drift)")
+        raise ProbeError("name a pair with --student and --teacher, or an embedded --world (clean, drift or long)")
     if options.prompts is None and options.task is None:
         raise ProbeError("name a file with --prompts or a --task of `iwopd eval`")
     if options.data is not None and (options.task is None or options.prompts is not None):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import threading
 from typing import Any
 
@@ -25,7 +26,7 @@ examples:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="local folder or hub id")
+    parser.add_argument("model", help="local folder, hub id or GGUF file")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8011, help="0: any free one (default: 8011)")
     parser.add_argument("--name", help="what clients call the model (default: as given)")
@@ -56,6 +57,9 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
     if not 0 <= options.port < 2**16:
         raise ServingError(f"--port must lie between 0 and 65535, got {options.port}")
+    for name in ("threads", "token_budget", "max_length"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ServingError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     try:
         check_variable(options.token_env)
     except ValueError as error:
@@ -67,6 +71,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     token = os.environ.get(options.token_env, "").strip() or None
     # The port comes first: an address that is taken should not cost the loading of a model.
     with TeacherServer(options.name or options.model, host=options.host, port=options.port, token=token) as server:
+        print(f"loading {options.model}", file=sys.stderr, flush=True)  # stdout begins with the address
         model = load_model(options.model, **model_options(options)).eval()
         length = options.max_length or context_length(model.config) or 2**31
         if (note := fix_rope(model, length)) is not None:

@@ -1,25 +1,33 @@
 """Train a student by a recipe (a TOML file). Any setting can be overridden by its dotted name: --optim.lr 1e-4 --method.params
-'{gamma = 1.0}'. The run directory holds settings, metrics, evaluations, checkpoints.
+'{gamma = 1.0}', and emptied: --models.world ''. The run directory holds settings, metrics, evaluations, checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from iwopd.commands.options import parse_overrides
+from iwopd.recipes import find
+
+if TYPE_CHECKING:
+    from iwopd.config import Config
 
 HELP = "train a student by a recipe"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help message and exit")
-    parser.add_argument("recipe", type=Path, help="TOML recipe; with --resume also a run directory")
+    recipe = "TOML file, or a name of `iwopd recipes`; with --resume also a run directory"
+    parser.add_argument("recipe", type=find, help=recipe)
     parser.add_argument("--out", type=Path, help="run directory (default: runs/<recipe>-seed<seed>)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of the run directory")
     parser.add_argument("--allow-changes", action="store_true", help="resume although settings or data differ")
+    auto = "auto: a short probe, without answers, replaces the [method] section by uniform or survival weights"
+    parser.add_argument("--method", choices=("auto",), help=auto)
     parser.add_argument("--no-doctor", action="store_true", help="train without the checks of `iwopd doctor`")
     verl = parser.add_argument_group("on a cluster (docs/cluster.md)")
     verl.add_argument("--engine", choices=("local", "verl"), help="who trains (default: local; with --resume as it was begun)")
@@ -49,31 +57,110 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         if not options.resume:
             raise ConfigError(f"{recipe} is a run directory: continue it with --resume")
         folder, recipe = folder or recipe, recipe / "config.toml"
+    elif options.resume and not recipe.is_file():
+        why = "is not a run directory: it has no run.json" if recipe.exists() else "does not exist"
+        raise ConfigError(f"there is no run to resume: {recipe} {why}; {_runs_beside(recipe)}start it with a recipe and --out")
     on_verl = _engine(options, folder) == "verl"
+    _check_auto(options, overrides, on_verl=on_verl)
     for name in ("nodes", "gpus_per_node"):
         if getattr(options, name) is not None:
             overrides[f"cluster.{name}"] = getattr(options, name)
     config = load_config(recipe, overrides, saved=saved)
     folder = folder or Path("runs") / f"{recipe.stem}-seed{config.seed}"
-
-    from iwopd.train.progress import pretraining_progress
+    about: dict[str, Any] = {}
 
     how = {"resume": options.resume, "allow_changes": options.allow_changes, "doctor": not options.no_doctor}
-    with pretraining_progress() as progress:
-        if on_verl:
-            from iwopd.cluster.verl.launch import dry_run, run_on_verl
+    if on_verl:
+        from iwopd.cluster.plan import memory_warnings
+        from iwopd.cluster.verl.launch import dry_run, dry_run_notes, run_on_verl
+        from iwopd.train.progress import pretraining_progress
 
-            if options.dry_run:
-                print(dry_run(config, folder, resume=options.resume, address=options.ray_address))
-                return 0
+        if options.dry_run:
+            print(dry_run(config, folder, resume=options.resume, address=options.ray_address))
+            _say(*dry_run_notes(config, folder, options.ray_address), *memory_warnings(config))
+            return 0
+        _say(*memory_warnings(config))
+        with pretraining_progress() as progress:
             step = run_on_verl(config, folder, address=options.ray_address, progress=progress, **how)
-        else:
-            from iwopd.train.run import run_training
+    else:
+        _announce(config, folder, recipe)
+        from iwopd.train.run import run_training
 
-            step = run_training(config, folder, progress=progress, **how).step
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"{step} steps done; run directory: {folder}")
+        if options.method == "auto" or options.resume:
+            config, about = _advised(options, config, folder, overrides)
+        step = run_training(config, folder, about=about, **how).step
+    if is_first():
+        from iwopd.train.headline import ending
+
+        print(f"{step} steps done; run directory: {folder}", *ending(folder), sep="\n")
     return 0
+
+
+def is_first() -> bool:
+    """Of several processes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _announce(config: Config, folder: Path, recipe: Path) -> None:
+    """Before the libraries are loaded, which takes seconds; what follows is the display's."""
+    if config.tracking.console != "off" and is_first():
+        lines = ("run", folder), ("recipe", recipe), ("loading", "torch, transformers")
+        print(*(f"{name:<9}{text}" for name, text in lines), sep="\n", file=sys.stderr, flush=True)
+
+
+def _say(*remarks: str) -> None:
+    """On stderr: what is printed stays a command."""
+    for remark in remarks:
+        print(f"iwopd: {remark}", file=sys.stderr, flush=True)
+
+
+def _runs_beside(path: Path) -> str:
+    """The run directories that lie where this one was looked for."""
+    try:
+        names = sorted(str(one.parent) for one in path.parent.glob("*/run.json"))
+    except OSError:
+        names = []
+    return f"runs there: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; or " if names else ""
+
+
+def _check_auto(options: argparse.Namespace, overrides: dict[str, Any], *, on_verl: bool) -> None:
+    """Refuse --method auto where it makes no sense, before anything is read."""
+    from iwopd.config import ConfigError
+
+    if options.method != "auto":
+        return
+    if on_verl:
+        raise ConfigError(
+            "--method auto probes with the local trainer, and --engine verl trains elsewhere: run `iwopd probe` on the pair, "
+            "and name a method in the recipe"
+        )
+    if given := [name for name in overrides if name.partition(".")[0] == "method"]:
+        raise ConfigError(
+            f"--method auto chooses the [method] section, and --{given[0]} is a part of it: leave one of them out"
+        )
+
+
+def _advised(
+    options: argparse.Namespace, config: Config, folder: Path, overrides: dict[str, Any]
+) -> tuple[Config, dict[str, Any]]:
+    """The settings with the method of a short probe, and what `run.json` keeps of it; a resumed run keeps its advice."""
+    from iwopd.config import ConfigError
+    from iwopd.runs.directory import RunDirectory
+
+    run = RunDirectory(folder)
+    if not options.resume:
+        from iwopd.analysis.advice import advised
+        from iwopd.train.progress import pretraining_progress
+
+        run.check_free()  # before the probe, not after it
+        with pretraining_progress() as progress:
+            config, advice = advised(config, print, progress)
+        return config, {"method_advice": advice}
+    kept = run.about().get("method_advice") if (folder / "run.json").exists() else None
+    if kept is None and options.method == "auto":
+        raise ConfigError(f"{folder} was not started with --method auto: continue it with --resume alone")
+    by_hand = any(name.startswith("method.") for name in overrides)
+    return config if kept is None or by_hand else config.model_copy(update={"method": run.config().method}), {}
 
 
 def _engine(options: argparse.Namespace, folder: Path | None) -> str:

@@ -6,7 +6,16 @@ from iwopd.config.inputs import Lora
 from iwopd.config.marks import defaults, differences, marked, without
 from iwopd.config.method import Method
 from iwopd.config.mix import MixSettings
-from iwopd.config.reading import config_toml, flatten, load_config, make_config, make_engine_choice, parse_value, settings
+from iwopd.config.reading import (
+    config_toml,
+    flatten,
+    load_config,
+    make_config,
+    make_engine_choice,
+    parse_setting,
+    parse_value,
+    settings,
+)
 from iwopd.config.reward import Reward
 from iwopd.config.training import Optim
 from iwopd.config.tree import Config
@@ -32,6 +41,7 @@ __all__ = [
     "make_config",
     "make_engine_choice",
     "marked",
+    "parse_setting",
     "parse_value",
     "settings",
     "without",

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
+from iwopd.config.wording import in_words, shown
 from iwopd.registry import suggestion
 from iwopd.rollout.horizons import HORIZONS, Horizon
 from iwopd.section import Section
@@ -55,6 +56,6 @@ def _made(name: Any, given: dict[str, Any]) -> Horizon:
 
 def _fault(fault: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in fault["loc"])
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    given = f" (given: {fault['input']!r})" if where and fault["type"] != "missing" else ""
+    message = in_words(fault)
+    given = f" (given: {shown(fault['input'])})" if where and fault["type"] != "missing" else ""
     return f"{where}: {message}{given}" if where else message

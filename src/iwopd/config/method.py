@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from iwopd.config.wording import in_words, shown
 from iwopd.section import Section
 
 if TYPE_CHECKING:
@@ -57,4 +58,4 @@ def _typed(name: str, value: Any, wanted: Any) -> Any:
     try:
         return TypeAdapter(wanted).validate_python(value)
     except ValidationError as error:
-        raise ValueError(f"{name}: {error.errors()[0]['msg']} (given: {value!r})") from None
+        raise ValueError(f"{name}: {in_words(error.errors()[0])} (given: {shown(value)})") from None

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
+import types
+import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from iwopd import recipes
 from iwopd.config.cluster import Cluster
 from iwopd.config.engines import RENAMED, Engines, engine_type
 from iwopd.config.mix import MixSettings
 from iwopd.config.tree import Config
+from iwopd.config.wording import in_words, shown
 from iwopd.errors import ConfigError
 from iwopd.section import Section
 
@@ -36,11 +39,19 @@ def load_config(recipe: Path | None, overrides: Mapping[str, Any] | None = None,
     values: dict[str, Any] = {}
     if recipe is not None:
         try:
-            values = tomllib.loads(recipe.read_text())
+            values = tomllib.loads(recipe.read_text(encoding="utf-8"))
         except FileNotFoundError:
+            if saved:
+                raise ConfigError(
+                    f"there is no {recipe}, so nobody knows what was trained: copy the whole run directory"
+                ) from None
             raise ConfigError(f"no recipe at {recipe}{_nearby(recipe)} (the recipe comes first, settings after it)") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{recipe} is not TOML: {error}") from None
+        except IsADirectoryError:
+            raise ConfigError(f"{recipe} is a folder, and neither a recipe nor a run directory: name a TOML file") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{recipe} is not TOML: it is not text in UTF-8; name a recipe") from None
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            raise ConfigError(f"{recipe} is not TOML: {error}; correct it there") from None
         except OSError as error:
             raise ConfigError(f"cannot read {recipe}: {error.strerror}") from None
     if saved:
@@ -131,11 +142,42 @@ def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tupl
             yield f"{prefix}{name}", info
 
 
+EMPTY: Any = object()
+"""Value of an override that empties a setting."""
+
+
+def parse_setting(name: str, text: str) -> Any:
+    """The value of a setting from the command line; no text empties it. What takes a text gets it as it stands: `2024`."""
+    if not text.strip():
+        return EMPTY
+    value = parse_value(text)
+    info = dict(settings()).get(name)
+    return text if info is not None and str in _kinds(info) and not isinstance(value, str) else value
+
+
+def _nothing(name: str) -> Any:
+    """How a setting is empty: None where it may be left out, a text or list of nothing; a number cannot be empty."""
+    info = dict(settings()).get(name)
+    kinds = {types.NoneType} if info is None else _kinds(info)
+    return next((make() for kind, make in _EMPTY.items() if kind in kinds), "")
+
+
+_EMPTY: dict[type, Any] = {types.NoneType: lambda: None, list: list, dict: dict}
+
+
+def _kinds(info: FieldInfo) -> set[Any]:
+    """The plain types that a setting takes."""
+    kind: Any = info.annotation
+    members = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    bare = [typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in members]
+    return {typing.get_origin(one) or one for one in bare}
+
+
 def parse_value(text: str) -> Any:
     """A value from the command line: TOML where it is TOML (`1e-4`, `true`, `{gamma = 1}`), else the text itself (`drift`)."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 
@@ -145,7 +187,10 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise ConfigError(f"{name}: {section} is a setting, not a section")
-    values[last] = value
+    if value is EMPTY and _is_open(name):
+        values.pop(last, None)
+    else:
+        values[last] = _nothing(name) if value is EMPTY else value
 
 
 def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
@@ -154,6 +199,11 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
         if name in RENAMED:
             raise ConfigError(f"{where}: {name!r} is called {RENAMED[name]!r} now")
         if name not in known and not _is_open(name):
+            if inside := next((key for key in known if key.startswith(f"{name}.")), None):
+                raise ConfigError(
+                    f"{where}: {name!r} is a section, not a setting: write [{name}] in a recipe, and its settings below it, "
+                    f"such as {inside.rpartition('.')[2]}; on the command line --{inside}"
+                )
             tail = name.rpartition(".")[2]
             siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == name.rpartition(".")[0]}
             near = [siblings[key] for key in difflib.get_close_matches(tail, siblings, n=1, cutoff=0.8)]
@@ -180,13 +230,13 @@ def _explained(error: ValidationError, where: str) -> str:
 
 def _explain(fault: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in fault["loc"])
-    message = str(fault["msg"]).removeprefix("Value error, ")
+    message = in_words(fault)
     value = fault.get("input")
     lost = getattr(fault.get("ctx", {}).get("error"), "setting", None)  # of a method: it may belong to another section
     elsewhere = [key for key, _ in settings() if key.rpartition(".")[2] == lost]
     message += f"; did you mean {elsewhere[0]!r}?" if elsewhere else ""
-    quiet = isinstance(value, Mapping) or value is None or any(part in KEPT_QUIET for part in fault["loc"])
-    given = "" if quiet else f" (given: {json.dumps(value, default=str)})"
+    quiet = isinstance(value, (Mapping, BaseModel)) or value is None or any(part in KEPT_QUIET for part in fault["loc"])
+    given = "" if quiet else f" (given: {shown(value)})"
     if fault.get("type") == "extra_forbidden":  # inside a list: `_refuse_unknown` sees lists as one value
         known = {field for section in Section.__subclasses__() for field in section.model_fields}
         near = difflib.get_close_matches(name.rpartition(".")[2], sorted(known - {name.rpartition(".")[2]}), n=1, cutoff=0.75)
@@ -195,7 +245,10 @@ def _explain(fault: Mapping[str, Any]) -> str:
 
 
 def _nearby(recipe: Path) -> str:
+    """A file beside it, or a recipe of the package, that looks like it."""
     folder = recipe.parent
-    names = sorted(str(path) for path in folder.glob("*.toml")) if folder.is_dir() else []
-    near = difflib.get_close_matches(str(recipe), names, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    names = {path.stem: path for path in sorted(folder.glob("*.toml"))} if folder.is_dir() else {}
+    if near := difflib.get_close_matches(recipe.stem, names, n=1):
+        return f"; did you mean {names[near[0]]}?"
+    packaged = recipes.nearby(recipe.as_posix())
+    return f"; did you mean {packaged[0]}?" if packaged else "; `iwopd recipes` lists those of the package"

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 class Config(Section):
     """All settings of a training run."""
 
-    seed: Repeat[int] = Field(0, ge=0, description="of prompt order and sampling noise; equal across methods for paired runs")
+    seed: Repeat[int] = Field(
+        0, ge=0, lt=2**32, description="of prompt order and sampling noise; equal across methods for paired runs"
+    )
     steps: Repeat[int] = Field(40, ge=1, description="optimizer steps (rollout batches)")
     threads: Repeat[int | None] = Field(None, ge=1, description="CPU threads; results are bitwise equal only for equal numbers")
     precision: Literal["no", "bf16"] = Field(

@@ -143,7 +143,22 @@ class Chat:
 
 def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Ids of a rendered text, without adding special tokens: the template has added them."""
-    return tuple(int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"])
+    try:
+        return tuple(int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # tokenizers raise nothing more special
+        strange = next((letter for letter in dict.fromkeys(text) if not _can_encode(tokenizer, letter)), None)
+        what = f"the letter {strange!r}" if strange is not None else f"the text {text[:40]!r}"
+        raise ChatError(
+            f"the tokenizer cannot encode {what} ({error}): take it out, or choose a model whose tokenizer knows it"
+        ) from None
+
+
+def _can_encode(tokenizer: Any, letter: str) -> bool:
+    try:
+        tokenizer(letter, add_special_tokens=False)
+    except Exception:
+        return False
+    return True
 
 
 def _special(tokenizer: Any) -> list[str]:

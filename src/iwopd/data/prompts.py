@@ -23,7 +23,8 @@ __all__ = ["DataError", "LoadedPrompts", "MixedOrder", "PromptOrder", "load_prom
 def load_prompts(path: Path, chat: Chat, max_tokens: int) -> LoadedPrompts:
     """Read a file and render it; over-long prompts are left out."""
     if not path.is_file():
-        raise DataError(f"cannot read prompts from {path}: there is no such file")
+        why = "it is a folder; name a JSONL file, or list it in data.sets" if path.is_dir() else "there is no such file"
+        raise DataError(f"cannot read prompts from {path}: {why}")
     return load_set(PromptSet(str(path)), chat, max_tokens)
 
 
@@ -37,7 +38,10 @@ class PromptOrder:
     def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int, name: str = "") -> None:
         if len(prompts) < per_step:
             whose = f"{name!r} has" if name else "there are"
-            raise DataError(f"{whose} {len(prompts)} training prompts, fewer than the {per_step} of one step")
+            lower = "rollout.prompts_per_step or the set's weight" if name else f"rollout.prompts_per_step to {len(prompts)}"
+            raise DataError(
+                f"{whose} {len(prompts)} training prompts, fewer than the {per_step} of one step: add prompts, or lower {lower}"
+            )
         self.prompts = list(prompts)
         self.per_step, self.seed, self.name = per_step, seed, name
 

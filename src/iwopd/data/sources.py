@@ -18,6 +18,7 @@ from typing import Any
 
 import platformdirs
 
+from iwopd import hub
 from iwopd.errors import UserError
 from iwopd.filesystem import sha256
 
@@ -49,10 +50,11 @@ class Hub:
     def fetch(self) -> Path:
         from huggingface_hub import hf_hub_download
 
+        silence = hub.silence()
         try:
             path = Path(hf_hub_download(self.repo, self.file, repo_type="dataset", revision=self.revision))
         except Exception as error:  # offline, gone, gated, renamed: the hub has an error class for each
-            raise SourceError(f"cannot get {self} ({_first_line(error)}); {REMEDY}") from None
+            raise SourceError(f"cannot get {self} ({silence or _first_line(error)}); {REMEDY}") from None
         check_file(path, self.sha256, str(self))
         return path
 
@@ -153,10 +155,11 @@ def pick_files(names: Sequence[str], pattern: str | None, where: str) -> list[st
 def _hub_names(repo: str, revision: str) -> list[str]:
     from huggingface_hub import HfApi
 
+    silence = hub.silence()
     try:
         return list(HfApi().list_repo_files(repo, repo_type="dataset", revision=revision))
     except Exception as error:  # as above
-        raise SourceError(f"cannot list {HUB}{repo}@{revision} ({_first_line(error)}); {REMEDY}") from None
+        raise SourceError(f"cannot list {HUB}{repo}@{revision} ({silence or _first_line(error)}); {REMEDY}") from None
 
 
 def _first_line(error: Exception) -> str:

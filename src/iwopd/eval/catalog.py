@@ -75,6 +75,7 @@ for _spec in (
     ),
     TaskSpec("tiny", "tiny"),
     TaskSpec("tiny-drift", "tiny", world="drift"),
+    TaskSpec("tiny-long", "tiny", world="long"),
 ):
     TASKS.add(_spec.name, _spec)
 

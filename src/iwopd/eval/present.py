@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from iwopd.eval.statistics import bootstrap_interval
+from iwopd.eval.statistics import interval_over_problems
 
 
 def print_results(results: Mapping[str, Mapping[str, Any]], out: Path, *, as_json: bool) -> None:
@@ -24,7 +24,7 @@ def print_results(results: Mapping[str, Mapping[str, Any]], out: Path, *, as_jso
     summary: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
         scores = torch.tensor(result["scores"], dtype=torch.float64)
-        interval = bootstrap_interval(scores).times(100)
+        interval = interval_over_problems([scores.mean(1)]).times(100)
         table.add_row(
             Text(name),
             str(len(scores)),

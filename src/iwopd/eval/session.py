@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,9 +59,16 @@ class Request:
     """`method`, `student` and `train_seed`, for tables."""
 
     def __post_init__(self) -> None:
-        for name, least, hint in (("samples", 1, ""), ("temperature", 0, " (0 is greedy)"), ("limit", 1, "")):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise RequestError(f"--{name} must be at least {least}{hint}, got {value}")
+        least = {"samples": 1, "limit": 1, "max_tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if value is not None and not (value >= lowest and math.isfinite(value)):
+                hint = {"temperature": " (0 is greedy)", "top_k": " (0 switches it off)"}.get(name, "")
+                raise RequestError(f"--{name.replace('_', '-')} must be at least {lowest}{hint}, got {value}")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"--top-p must be above 0 and at most 1 (which switches it off), got {self.top_p}")
+        if twice := [name for place, name in enumerate(self.tasks) if name in self.tasks[:place]]:
+            raise RequestError(f"--tasks names {twice[0]!r} twice: leave one of them out")
         if not self.tasks:
             raise RequestError("no task is named; see `iwopd eval --help`")
         if (self.top_p < 1 or self.top_k) and not ENGINES[self.engine.name].restricts:
@@ -75,6 +83,7 @@ class Request:
 def run_evaluation(request: Request, out: Path, progress: StageListener) -> dict[str, dict[str, Any]]:
     """Evaluate and return the results of every task, as in `eval.json`."""
     specs = [find_task(name) for name in request.tasks]  # wrong names are found before a model is loaded
+    progress.stage(f"loading {request.model}", 1)
     tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
     opening = {"limit": request.limit, "rendering": request.rendering, "chat": request.chat, "unsafe": request.unsafe}
     data = request.data or {}
@@ -84,6 +93,7 @@ def run_evaluation(request: Request, out: Path, progress: StageListener) -> dict
     ]
     folder = EvaluationFolder(out, _about(request))
     student, stops = _student(request, tokenizer, tasks)
+    progress.advance(1)
     with request.engine.open(student) as engine:
         results = {}
         for task in tasks:
@@ -105,12 +115,12 @@ def run_task(
     done = folder.samples(task)
     waiting = [p for p in task.prompts if any((p.id, sample) not in done for sample in range(task.samples))]
     progress.stage(task.name, len(task.prompts) * task.samples, (len(task.prompts) - len(waiting)) * task.samples)
+    sampler.progress = progress.advance  # inside a chunk, too: it may take minutes
     size = max(1, CHUNK_ROLLOUTS // task.samples)
     for start in range(0, len(waiting), size):
         chunk = replace(task, prompts=waiting[start : start + size])
         evaluation = evaluate(chunk, sample, tokenizer, samples=task.samples)
         folder.add(task, evaluation, done)
-        progress.advance(len(evaluation.rollouts), sum(len(rollout) for rollout in evaluation.rollouts))
     return folder.finish(task, task.samples, time.perf_counter() - began)
 
 

@@ -5,7 +5,8 @@ gathering    repeats of one method become one group: one label and one style eve
 charts       a chart as data; drawn by `assets/charts.js` on the page and by `paper` with matplotlib
 series       from runs to series; `probes` does it for probes
 panels/      one module per section of the page: its charts, its words
-packing      rollouts, token by token, in few bytes
+headline     the finding, who learned and who wins, in words
+token_columns  rollouts, token by token, in few bytes
 paper        the charts with matplotlib; `sheets` arranges them as the paper does, `reproduction` draws `iwopd reproduce`
 page         templates, content-security policy, the file
 watch        the same again while a run goes on

@@ -17,6 +17,8 @@ DARK = ("#56b4e9", "#ff9a4d", "#3fd0a2", "#f09ac8", "#e6c229", "#d5d9e0", "#9bd3
 NEUTRAL = -1
 """The style of a curve that belongs to no method."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+DASH_ORDER = (0, 1, 2, 3, 4, 5, 1, 2)
+"""Of the eight colours: the two blues, 0 and 6, are never both solid."""
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
 """Told apart by dash and marker as well, so that colour is never the only sign."""
 
@@ -45,6 +47,8 @@ class Axis:
     zero: bool = False
     """The axis starts at zero."""
     range: tuple[float, float] | None = None
+    tick: float | None = None
+    """Distance of two ticks, where it is ours to choose."""
 
 
 ALONG = Axis("part of the answer", percent=True, range=(0, 100))
@@ -84,11 +88,17 @@ class Chart:
         return {
             **{name: getattr(self, name) for name in ("id", "title", "kind", "markers", "band", "by")},
             "bars": list(self.bars),
-            "lines": [list(line) for line in self.lines],
+            "lines": [[label, height, self.label_above(height)] for label, height in self.lines],
             "x": asdict(self.x),
             "y": asdict(self.y),
             "series": [self._series_json(turn, one) for turn, one in enumerate(self.series)],
         }
+
+    def label_above(self, height: float) -> bool:
+        """Whether the label of a reference line stands above it: away from the nearer end of the axis."""
+        values = [value for one in self.series for value in one.y if value is not None]
+        low, high = self.y.range or (min(0.0, *values, height), max(0.0, *values, height))
+        return height < (low + high) / 2
 
     def filled(self, series: Series, place: int) -> bool:
         """Whether a dot is filled: shares cannot be below zero, so for them zero is no question."""
@@ -96,6 +106,7 @@ class Chart:
 
     def _series_json(self, turn: int, one: Series) -> dict[str, Any]:
         names = {name: getattr(one, name) for name in ("label", "style", "dash", "legend")}
+        names["line"] = dash_of(one.style, one.dash)
         numbers = {name: _short(getattr(one, name)) for name in ("x", "y", "low", "high")}
         if self.kind != "dots":
             return names | numbers
@@ -118,6 +129,26 @@ class Panel:
     """For its template."""
     data: dict[str, Any] | None = None
     """JSON for its script, as `<script type="application/json" id="data-ID">`."""
+    boxed: bool = False
+    """Set apart from the other sections, as a note."""
+
+
+def dash_of(style: int, own: int | None = None) -> str:
+    """The dash of a style, or the one that a series asks for: no two of sixteen styles have colour and dash in common."""
+    if own is not None:
+        return DASHES[own % len(DASHES)]
+    cycle, place = divmod(max(0, style), len(LIGHT))
+    return DASHES[(DASH_ORDER[place] + 3 * cycle) % len(DASHES)]
+
+
+def full_axis(title: str, values: Sequence[float], **more: Any) -> Axis:
+    """An axis from zero, or from below it, whose outer ticks enclose all values."""
+    low, high = min([0.0, *values]), max([0.0, *values])
+    rough = (high - low) / 5 or 0.25
+    scale = 10.0 ** math.floor(math.log10(rough))
+    tick = next(scale * step for step in (1.0, 2.0, 2.5, 5.0, 10.0) if scale * step >= rough * 0.999)
+    low, high = (tick * turn(value / tick - off) for value, turn, off in ((low, math.floor, -1e-9), (high, math.ceil, 1e-9)))
+    return Axis(title, range=(low, high if high > low else low + tick), tick=tick, **more)
 
 
 def chart_panel(name: str, title: str, lead: str, charts: Sequence[Chart]) -> Panel | None:

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import iwopd
 from iwopd.filesystem import write_atomic
-from iwopd.report.charts import DARK, DASHES, LIGHT, MARKERS, Panel
+from iwopd.report.charts import DARK, LIGHT, MARKERS, Panel, dash_of
 from iwopd.report.gathering import ReportData, folder_handoff, gather
 from iwopd.report.panels import build_panels
 from iwopd.report.probes import estimate
 from iwopd.report.reading import ReportError, read_all, read_handoff, split_paths
-from iwopd.report.text import printable
+from iwopd.report.text import SUBSCRIPTS, printable
 from iwopd.runs.logs import Notes
 
 MAX_TOKENS = 1_200_000
@@ -85,10 +85,11 @@ def render(data: ReportData, panels: Sequence[Panel], *, refresh: float | None =
     styles = [_asset("report.css") + _palette(), ""]
     charts = {chart.id: chart.as_json() for panel in panels for chart in panel.charts}
     blocks = {"charts": charts, **{panel.id: panel.data for panel in panels if panel.data is not None}}
-    page = {"refresh": refresh, "light": LIGHT, "dark": DARK, "dashes": DASHES, "markers": MARKERS}
+    page = {"refresh": refresh, "light": LIGHT, "dark": DARK, "markers": MARKERS}
     template = _environment().get_template("page.html.j2")
     return template.render(
         title=_title(data),
+        headline=next((panel.context["headline"] for panel in panels if panel.id == "summary"), ""),
         generator=f"{GENERATOR} {iwopd.__version__}",
         version=iwopd.__version__,
         made=(made or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
@@ -110,6 +111,14 @@ def as_script_json(value: Any) -> str:
     """JSON that cannot end the script element it stands in, whatever strings it holds; lone surrogates stay escaped."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def symbols(text: str) -> Markup:
+    """Our words for the page, with the subscripts of log-probs as such; whatever else is in them is escaped."""
+    shown = escape(printable(text))
+    for plain, subscript in SUBSCRIPTS.items():
+        shown = shown.replace(plain, Markup("lp<sub>{}</sub>").format(subscript))
+    return shown
 
 
 def _title(data: ReportData) -> str:
@@ -157,6 +166,7 @@ def _environment() -> Environment:
     environment.filters["p"] = lambda value: "< 0.001" if value < 0.001 else f"{value:.3f}"
     environment.filters["estimate"] = estimate
     environment.globals |= {"str_type": str, "int_type": int}
-    environment.globals["dash"] = lambda style, own=None: DASHES[(max(0, style) if own is None else own) % len(DASHES)]
+    environment.filters["symbols"] = symbols
+    environment.globals["dash"] = dash_of
     environment.globals["colour"] = lambda style: "n" if style < 0 else style % len(LIGHT)
     return environment

@@ -15,14 +15,16 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
+from matplotlib.ticker import MultipleLocator
 
-from iwopd.report.charts import DASHES, LIGHT, MARKERS, Axis, Chart, Panel, Series, Values, row_offset
+from iwopd.report.charts import LIGHT, MARKERS, Axis, Chart, Panel, Series, Values, dash_of, row_offset
 from iwopd.report.gathering import ReportData
 from iwopd.report.page import read_data
 from iwopd.report.panels import build_panels
 from iwopd.report.reading import ReportError
 from iwopd.report.sheets import Cell, sheets
-from iwopd.report.text import printable
+from iwopd.report.text import SUBSCRIPTS, printable
 from iwopd.runs.logs import Notes
 
 COLUMN, PAGE = 3.25, 6.75
@@ -128,12 +130,18 @@ def draw(axes: Axes, chart: Chart, *, title: bool = True) -> None:
         for label, height in chart.lines:
             axes.axhline(height, **LEVEL)
             corner: Any = ("axes fraction", "data")
-            axes.annotate(_plain(label), (0.01, height), xycoords=corner, ha="left", va="top", **LEVEL_TEXT)
+            above = chart.label_above(height)
+            lift: Any = {
+                "xytext": (0, 1.5 if above else -1.5),
+                "textcoords": "offset points",
+                "va": "bottom" if above else "top",
+            }
+            axes.annotate(_plain(label), (0.015, height), xycoords=corner, ha="left", **lift, **LEVEL_TEXT)
         _limits(axes, chart)
-    axes.set_xlabel(_named(chart.x))
-    axes.set_ylabel(_named(chart.y))
+    _symbols(axes.set_xlabel(_named(chart.x)))
+    _symbols(axes.set_ylabel(_named(chart.y)))
     if title:
-        axes.set_title(_plain(chart.title), loc="left")
+        _symbols(axes.set_title(_plain(chart.title), loc="left"))
 
 
 def _chart_figures(panels: Sequence[Panel]) -> Iterator[tuple[str, Figure]]:
@@ -229,13 +237,12 @@ def _rows_height(chart: Chart) -> float:
 
 def _line(axes: Axes, series: Series, chart: Chart) -> None:
     colour, sign = _look(series)
-    dash = max(0, series.style) if series.dash is None else series.dash
     few = chart.markers and len(series.x) <= 60 and series.dash is None
     axes.plot(
         series.x,
         _numbers(series.y),
         color=colour,
-        linestyle=LINES[DASHES[dash % len(DASHES)]],
+        linestyle=LINES[dash_of(series.style, series.dash)],
         linewidth=1.3 if series.legend else 0.9,
         marker=sign if few or len(series.x) == 1 else None,
         label=_plain(series.label) if series.legend else "_nolegend_",
@@ -276,6 +283,8 @@ def _bars(axes: Axes, chart: Chart) -> None:
 def _limits(axes: Axes, chart: Chart) -> None:
     if chart.x.range:
         axes.set_xlim(*chart.x.range)
+    if chart.y.tick:
+        axes.yaxis.set_major_locator(MultipleLocator(chart.y.tick))
     if chart.y.range:
         axes.set_ylim(*chart.y.range)
     elif chart.y.zero:
@@ -296,6 +305,17 @@ def _legend(figure: Figure, axes: Axes, columns: int) -> None:
 
 def _named(axis: Axis) -> str:
     return _plain(f"{axis.title} (%)" if axis.percent else axis.title)
+
+
+def _symbols(text: Text) -> None:
+    """Set the subscripts of our own words as such; a dollar sign stays one."""
+    words = text.get_text()
+    if any(plain in words for plain in SUBSCRIPTS):
+        words = words.replace("$", r"\$")
+        for plain, subscript in SUBSCRIPTS.items():
+            words = words.replace(plain, rf"lp$_\mathrm{{{subscript}}}$")
+        text.set_parse_math(True)
+        text.set_text(words)
 
 
 def _plain(text: str) -> str:

@@ -63,7 +63,7 @@ def read_handoff(path: Path, notes: Notes) -> dict[str, Any] | None:
             raise ValueError("it has no points")
         return {
             "points": points,
-            "student": None if curve.get("student") is None else _interval(curve["student"]),
+            **{side: None if curve.get(side) is None else _interval(curve[side]) for side in ("student", "teacher")},
             "problems": curve["problems"] if isinstance(curve.get("problems"), int) else None,
             "world": str(curve.get("world") or ""),
         }

@@ -17,6 +17,9 @@ from iwopd.runs.reading import Run
 SEED_BAND = "from the lowest to the highest seed"
 PROBLEM_BAND = "95 % bootstrap intervals over problems"
 
+ALIKE = 0.8
+"""Share of |gap| from which on the curve of lp₀ − lp_T is the same to the eye."""
+
 _intervals: dict[bytes, Interval] = {}
 
 
@@ -101,6 +104,19 @@ def _window(run: Run, name: str, part: str) -> list[list[float | None]]:
     wanted = set(window_steps(run, part))
     rows: list[Any] = [record.get(name) for record in run.metrics if record["step"] in wanted]
     return [[number(value) for value in row] for row in rows if isinstance(row, list)]
+
+
+def signed_share(sizes: Sequence[Series], signed: Sequence[Series]) -> float | None:
+    """How much of the mean |gap| is left of the gap with its sign, turned over; None where one of them was not recorded."""
+    size, rest = (sum(value for one in part for value in one.y if value is not None) for part in (sizes, signed))
+    return rest / size if size > 0 and signed else None
+
+
+def same_curve(share: float | None) -> str:
+    """Why the signed curve is not drawn beside the unsigned one, for its caption; empty where it is another curve."""
+    if share is None or share < ALIKE:
+        return ""
+    return f" With its sign (lp₀ − lp_T, the sampled reverse KL) it is {100 * share:.0f} % of that: the same curve, not drawn."
 
 
 def all_values(series: Sequence[Series]) -> list[float]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+SUBSCRIPTS = {"lp_T": "T", "lp₀": "0"}
+"""Log-probs of teacher and student as our own words write them, and the letters that belong below the line."""
+
 
 def printable(text: str) -> str:
     """Text without characters that steer a terminal, turn the writing direction or cannot be encoded."""

@@ -30,8 +30,12 @@ def watch(
     handoff: Path | None = None,
     max_tokens: int = MAX_TOKENS,
     say: Callable[[str], None] = print,
+    ready: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Keep `out` up to date until all runs have done their steps; Ctrl-C ends it, too, with a page that stays as it is."""
+    """Keep `out` up to date until all runs have done their steps; Ctrl-C ends it, too, with a page that stays as it is.
+
+    `ready` is called once, when there is a page.
+    """
     check_out(out)
     seen: Stamps | None = None
     written = False
@@ -49,8 +53,10 @@ def watch(
                 first = not written
                 written = write(every) or written
                 if first:
-                    ready = f"report: {out} (written again every {every:g} s as the run goes on)"
-                    say(ready if written else "waiting for a run")
+                    going = f"report: {out} (written again every {every:g} s as the run goes on)"
+                    say(going if written else "waiting for a run")
+                    if written and ready is not None:
+                        ready(out)
             elif written and all_finished(runs, probes):  # and nothing was added since the last look: the last evaluation is in
                 write(None)
                 say(f"the run is finished; report: {out}")

@@ -84,6 +84,10 @@ class Engine:
     def check(cls, settings: Any, *, trained: bool) -> None:
         """Refuse settings that cannot work, with a ValueError, before any model is loaded. `trained`: in training."""
 
+    @classmethod
+    def check_here(cls) -> None:
+        """Refuse a machine without the packages that it needs, with an `EngineError`, before any model is loaded."""
+
     @property
     def dtype(self) -> str:
         """Precision of its log-probs."""

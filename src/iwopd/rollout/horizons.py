@@ -10,6 +10,7 @@ and an entry point:
 from __future__ import annotations
 
 import math
+import zlib
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -19,6 +20,10 @@ from iwopd.section import Section
 
 THRESHOLD = 0.5
 """The best of four in both worlds: a search on two lineages of each (docs/horizons.md)."""
+
+
+SPARED = 0.125
+"""Of a rule that follows the gradients: so many answers are written to their end, so that it can see what stopping costs."""
 
 
 class Horizon(Section):
@@ -101,6 +106,12 @@ class Drift(Horizon):
     block: int = Field(8, ge=1, description="tokens between two looks at an answer; more in long answers")
     weights: str = Field("survival", description="the weight rule that is asked, whatever the method's is")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that rule")
+    spared: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="share of the answers that never stop; empty: 1/8 if the rule follows gradients, else 0",
+    )
 
     @model_validator(mode="after")
     def _rule_can_stop(self) -> Self:
@@ -108,7 +119,24 @@ class Drift(Horizon):
 
         check_threshold(self.threshold)
         check_stopping_rule(self.weights, self.params)
+        if self.spared == 0 and self.follows_gradients:
+            raise ValueError(
+                f"spared is 0, but the rule {self.weights!r} learns from whole answers whether what follows a drift still "
+                "teaches: leave it out, or set a small share like 0.125"
+            )
         return self
+
+    @property
+    def follows_gradients(self) -> bool:
+        """Whether the rule changes with the gradients of the steps before."""
+        from iwopd.algo.horizons import follows_gradients
+
+        return follows_gradients(self.weights)
+
+    def spares(self, prompt_id: str) -> bool:
+        """Whether the answers to this prompt never stop: by its name, whatever else is written beside it."""
+        share = self.spared if self.spared is not None else SPARED * self.follows_gradients
+        return zlib.crc32(prompt_id.encode()) < share * 2**32
 
     def next_look(self, length: int) -> int:
         """The next position at which an answer of this length is looked at."""

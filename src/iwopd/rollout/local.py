@@ -26,7 +26,7 @@ from iwopd.rollout.head import scorers_head
 from iwopd.rollout.lean_decoder import LeanDecoder
 from iwopd.rollout.looks import Looks
 from iwopd.rollout.noise import stream_key, uniforms
-from iwopd.rollout.sampler import UNLIMITED, Listener, Sampler, Watcher
+from iwopd.rollout.sampler import UNLIMITED, Listener, Progress, Sampler, Watcher
 from iwopd.rollout.sampling import SamplingSettings, choose
 from iwopd.rollout.store import slack
 from iwopd.types import Prompt, Rollout, StopReason
@@ -68,7 +68,7 @@ class LocalEngine(Engine):
 class LocalSampler(Sampler):
     """Writes rollouts with a model in this process, whose weights it reads again at every call."""
 
-    watched = True
+    watched = counts_tokens = True
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class LocalSampler(Sampler):
         looks = None if watcher is None else Looks(watcher, lambda row: prompts[row // samples], self._outside)
         with eval_mode(self.model), self._context(lean=obstacle is None):
             decoder, rows = self._decoder(plan, lean=obstacle is None, room=None if watcher is None else watcher.room)
-            run = _Run(decoder, self.settings, plan, self.pad_id, rows, self._embedding.device, looks)
+            run = _Run(decoder, self.settings, plan, self.pad_id, rows, self._embedding.device, looks, self.progress)
             for row, tokens, logprobs in run.finish(at_once):
                 reason: StopReason = "eos" if int(tokens[-1]) in self.settings.stop_ids else "length"
                 if looks is not None and row in looks.stopped:
@@ -243,6 +243,7 @@ class _Run:
     """Most rows under way."""
     device: torch.device
     looks: Looks | None = None
+    progress: Progress | None = None
     history: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     """Of each draw: rows, ids, log-probs; only of rows that were not handed out yet."""
     ended: list[Tensor] = field(default_factory=list)
@@ -266,6 +267,7 @@ class _Run:
         """Every row of the plan with its ids and log-probs, on the CPU, whenever `at_once` are finished."""
         looks = self.looks
         while self.plan.queue or len(self.rows):
+            under_way, waiting = len(self.rows), len(self.plan.queue)
             if self.plan.queue and self._has_room() and (looks is None or looks.may_join(self.lengths)):
                 self._admit(self.plan.take(self.capacity - len(self.rows)))
             else:
@@ -275,6 +277,9 @@ class _Run:
             self._retire()
             if looks is not None and looks.is_due(self.lengths):
                 self._keep(~looks.look(self.rows, self.lengths))
+            if self.progress is not None:
+                joined = waiting - len(self.plan.queue)
+                self.progress(under_way + joined - len(self.rows), joined or under_way)
             if sum(map(len, self.ended)) >= at_once or not (self.plan.queue or len(self.rows)):
                 yield from self._hand_out()
 

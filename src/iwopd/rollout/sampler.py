@@ -11,6 +11,8 @@ from iwopd.types import Piece, Prompt, Rollout
 
 Listener = Callable[[int, Rollout], None]
 """Told of a rollout soon after it is finished, with its place in the list that `sample` returns."""
+Progress = Callable[[int, int], None]
+"""Told how many more answers are finished and how many more tokens are written; often, so it must be quick."""
 UNLIMITED = 2**31
 """`context` of a sampler that takes any length."""
 
@@ -52,6 +54,10 @@ class Sampler(ABC):
     """Whether a watcher can stop its answers."""
     overrun: int = 0
     """Tokens of the last call that were written past the places where their answers stopped, and dropped."""
+    progress: Progress | None = None
+    """Who wants to know how far the answers are, while they are written."""
+    counts_tokens: ClassVar[bool] = False
+    """Whether it tells `progress` of every token itself; of the others it hears when an answer is finished."""
 
     @abstractmethod
     def write(
@@ -93,6 +99,8 @@ class Sampler(ABC):
             raise SamplingError(
                 f"{type(self).__name__} cannot stop answers while it writes them: use another horizon or engine"
             )
+        if self.progress is not None and not self.counts_tokens:
+            finished = _counted(self.progress, finished)
         more = {} if watcher is None else {"watcher": watcher}  # samplers of other packages may not know of it
         return self.write(prompts, limits, samples, seed, step, finished, **more) if prompts else []
 
@@ -107,3 +115,12 @@ class Sampler(ABC):
             )
         if max(prompt.token_ids) >= self.rows:
             raise SamplingError(f"prompt {prompt.id!r} has id {max(prompt.token_ids)}; the model has {self.rows} ids")
+
+
+def _counted(progress: Progress, finished: Listener | None) -> Listener:
+    def hear(place: int, rollout: Rollout) -> None:
+        progress(1, len(rollout))
+        if finished is not None:
+            finished(place, rollout)
+
+    return hear

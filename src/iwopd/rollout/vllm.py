@@ -10,7 +10,9 @@ travels between them. vLLM calls that its external launcher: it takes the proces
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,8 @@ from iwopd.rollout.settings import VllmSettings
 from iwopd.rollout.streaming import Answer, Inbox, Stream
 from iwopd.rollout.weights import checkpoint_weights, plain_config, save_weights, weights_version
 
+INSTALL = "pip install 'iwopd[vllm]', in an environment of its own (docs/vllm.md), or use the engine 'local'"
+
 
 class VllmError(EngineError):
     """vLLM that is not there or does not start, with the reason."""
@@ -38,6 +42,11 @@ class VllmEngine(RequestEngine):
 
     settings_type = VllmSettings
     several_ranks = True
+
+    @classmethod
+    def check_here(cls) -> None:
+        if "vllm" not in sys.modules and importlib.util.find_spec("vllm") is None:
+            raise VllmError(f"the engine 'vllm' needs vLLM, which is not installed: {INSTALL}")
 
     def __init__(self, student: Student, settings: VllmSettings) -> None:
         """Start vLLM; with several GPUs (tensor parallel) it has processes of its own, and weights travel through files."""
@@ -96,10 +105,7 @@ class VllmEngine(RequestEngine):
                 llm.collective_rpc("update_config", kwargs={"overrides": {"load_config": {"load_format": "safetensors"}}})
             return llm
         except (ImportError, AttributeError) as error:
-            raise VllmError(
-                f"the engine 'vllm' needs vLLM, which cannot be imported ({error}): pip install 'iwopd[vllm]', in an "
-                "environment of its own (docs/vllm.md), or use the engine 'local'"
-            ) from None
+            raise VllmError(f"the engine 'vllm' needs vLLM, which cannot be imported ({error}): {INSTALL}") from None
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
             of = f" of training process {self.student.rank}" if self.student.ranks > 1 else ""
             raise VllmError(f"vLLM{of} does not start with this student: {error}") from error

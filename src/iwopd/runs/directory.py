@@ -44,6 +44,8 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._ownership: Ownership | None = None
+        self._unbegun: int | None = None
+        """Time of the `run.json` of a run that finished no step, and that a new one may replace."""
 
     @property
     def checkpoints(self) -> Path:
@@ -70,21 +72,45 @@ class RunDirectory:
             raise RunError(f"{self.path} is trained by the {trained} engine: continue it with {option}")
         refuse_owned(self.path)
 
-    def check_free(self) -> None:
-        """Refuse a directory that holds a run, or that cannot be made (nothing is made yet)."""
-        if (self.path / "run.json").exists():
+    def check_free(self) -> str:
+        """Refuse a directory that holds a run, or that cannot be made (nothing is made yet).
+
+        A run that finished no step holds nothing: it was refused late, or stopped early, and must not block its own
+        correction. Returns what is to be said of it, else "".
+        """
+        note, about = "", self.path / "run.json"
+        if about.exists():
             if self._ownership is None:
                 refuse_owned(self.path)
-            raise RunError(
-                f"{self.path} holds a run already: continue it with --resume, or choose another directory with --out"
-            )
+            if not self._has_no_step():
+                raise RunError(
+                    f"{self.path} holds a run already: continue it with --resume, or choose another directory with --out"
+                )
+            self._unbegun = about.stat().st_mtime_ns
+            note = f"{self.path} held a run that finished no step: it is begun anew"
         nearest = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
             raise RunError(f"cannot make the run directory {self.path}: {nearest} is not a folder that you can write to")
+        return note
 
-    def create(self, config: Config, data: str, engine: str = "local") -> None:
-        """Start a new run; refuses a directory that holds one."""
-        self.check_free()
+    def _has_no_step(self) -> bool:
+        """Whether a run was created here, and nothing of a training step was kept."""
+        try:
+            whole = isinstance(json.loads((self.path / "run.json").read_text(encoding="utf-8")), dict)
+            metrics = self.path / "metrics.jsonl"
+            saved = [one for folder in (self.checkpoints, self.path / "verl" / "checkpoints") for one in folder.glob("*")]
+            return whole and not saved and not (metrics.exists() and metrics.stat().st_size)
+        except (OSError, ValueError, RecursionError):
+            return False
+
+    def create(self, config: Config, data: str, engine: str = "local", more: Mapping[str, Any] | None = None) -> None:
+        """Start a new run; refuses a directory that holds one. `more` is what else `run.json` is to keep."""
+        seen = self._unbegun
+        if self.check_free():
+            if seen != self._unbegun:  # of somebody who came in between
+                raise RunError(f"{self.path} holds a run already, begun a moment ago: choose another directory with --out")
+            for name in (*LOGS, "prompts.json"):
+                (self.path / name).unlink(missing_ok=True)
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -93,7 +119,7 @@ class RunDirectory:
         about = {"format": FORMAT, "iwopd": iwopd.__version__, "data": data}
         if engine != "local":
             about["engine"] = engine
-        self._replace("run.json", json.dumps(about, indent=2) + "\n")
+        self._replace("run.json", json.dumps({**about, **(more or {})}, indent=2) + "\n")
 
     def check_resume(self, config: Config, data: str, *, allow_changes: bool) -> None:
         """Refuse to continue with other settings or other data, naming what differs."""

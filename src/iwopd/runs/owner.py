@@ -178,6 +178,11 @@ def owner_of(folder: Path) -> Owner | None:
     return None
 
 
+def last_owner(folder: Path) -> Owner | None:
+    """Whom the file names, alive or not; None: nobody, or who wrote last has ended cleanly."""
+    return _read(folder / FILE)
+
+
 def refuse_owned(folder: Path) -> None:
     """Raise if somebody is known to write there, before anything is loaded."""
     if (owner := owner_of(folder)) is not None:

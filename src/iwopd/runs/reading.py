@@ -57,7 +57,9 @@ class Run:
         except (OSError, ValueError, RecursionError) as error:
             reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
             text = f"config.toml {reason}: method, seed and planned steps are unknown"
-            self.notes.damage(self.name, text, f"{file} {reason}: is the directory complete?")
+            self.notes.damage(
+                self.name, text, f"{file} {reason}, so nobody knows what was trained: copy the whole run directory"
+            )
             return {}
 
     @cached_property

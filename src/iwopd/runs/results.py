@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from iwopd.config import defaults, flatten
 from iwopd.methods import method_title
 from iwopd.runs.evaluations import ResultsError, TaskResults, get_field, read_eval, read_task, short
 from iwopd.runs.identity import method_settings, student_name
@@ -30,6 +31,8 @@ class ModelResults:
     recipe: Mapping[str, Any]
     """Dotted training settings that repeats of one method share; empty for `iwopd eval`."""
     tasks: Mapping[str, TaskResults]
+    every_setting: Mapping[str, Any] = field(default_factory=dict)
+    """All dotted settings of a training run, defaults included; empty for `iwopd eval`."""
 
 
 def load(path: Path, step: int | None = None) -> ModelResults:
@@ -72,7 +75,10 @@ def _load_run(run: Run, step: int | None) -> ModelResults:
     _ = run.about  # refuses a format that this version does not know
     steps = sorted({one.step for one in run.evals if one.step is not None})
     if not steps:
-        raise ResultsError(f"{run.path} has no evaluation yet (evals.jsonl is empty): set eval.prompts, or wait for the first")
+        raise ResultsError(
+            f"{run.path} was never evaluated (evals.jsonl has no scores): evaluate it now, with `iwopd eval --model {run.path} "
+            "--tasks TASK --out FOLDER`, and compare that folder; the next run does it by itself with eval.every and eval.tasks"
+        )
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         raise ResultsError(f"{run.path} was not evaluated at step {chosen}; steps with evaluations: {_some(steps)}")
@@ -89,6 +95,7 @@ def _load_run(run: Run, step: int | None) -> ModelResults:
         settings={name: value for name, value in settings.items() if value is not None},
         recipe=method_settings(run.config),
         tasks={one.task: TaskResults(one) for one in run.evals if one.step == chosen},
+        every_setting={**dict(flatten(defaults())), **dict(flatten(run.config))},
     )
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
-from iwopd.filesystem import make_directory
+from iwopd.filesystem import follow_umask, make_directory
 from iwopd.teacher.scorer import Follower, HasModel, OutputMatrix, Scorer, ScoringPath
 from iwopd.types import Prompt, Rollout
 
@@ -66,6 +66,7 @@ class ScoreStore:
         draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         values = values.contiguous()
         save_file({"logprobs": values}, draft, {"format": FORMAT, "key": key, "sha256": _digest(values)})
+        follow_umask(draft)
         size = draft.stat().st_size
         draft.replace(path)
         self._total += size - self._sizes.pop(path, 0)

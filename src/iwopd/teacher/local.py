@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -46,6 +46,8 @@ class LocalScorer(Scorer):
         default = TOKEN_BUDGET_CPU if self.lm.device.type == "cpu" else TOKEN_BUDGET_GPU
         self.token_budget = default if token_budget is None else token_budget
         self.half = self.lm.half
+        self.progress: Callable[[int], None] | None = None
+        """Who wants to know how many more rollouts are scored, while others are."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         return [one.logprobs for one in self.look(rollouts)]
@@ -67,6 +69,8 @@ class LocalScorer(Scorer):
                 ids = None if chosen is None else torch.cat([chosen[row] for row in rows]).to(self.lm.device)
                 found = self.lm.scores(sequences, wanted, ids).cpu()
                 scores.update(zip(rows, found.split(sequences.answers.tolist()), strict=True))
+                if self.progress is not None:
+                    self.progress(len(rows))
         return [scores[row] for row in range(len(rollouts))]
 
     def arrive(self) -> None:

@@ -22,6 +22,21 @@ class Replica:
         self._failures = 0
         self._resting_until = 0.0
         self._told = False
+        self._silent: tuple[float, str] | None = None
+        """Since when it does not answer, and why."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether it did not answer when it was asked last."""
+        return self._silent is not None
+
+    @property
+    def state(self) -> str:
+        """In words."""
+        if self._silent is None:
+            return f"{self.url} answers" if self.answered else f"{self.url} was not asked yet"
+        since, why = self._silent
+        return f"{self.url} does not answer ({why}) for {time.monotonic() - since:.0f} s, trying again"
 
     @property
     def resting(self) -> bool:
@@ -38,6 +53,7 @@ class Replica:
         if self.resting:
             return
         self._failures += 1
+        self._silent = (time.monotonic() if self._silent is None else self._silent[0], why)
         rest = min(LONGEST_REST, FIRST_REST * 2 ** min(self._failures - 1, 30))
         self._resting_until = time.monotonic() + rest * _jitter.uniform(0.5, 1.0)
         if self._failures == 3:  # do not report a brief failure
@@ -48,4 +64,4 @@ class Replica:
         self.answered += 1
         if self._told:
             notify(f"the teacher at {self.url} answers again")
-        self._failures, self._resting_until, self._told = 0, 0.0, False
+        self._failures, self._resting_until, self._told, self._silent = 0, 0.0, False, None

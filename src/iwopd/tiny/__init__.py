@@ -7,7 +7,7 @@ world.prompts(64), world.eval_prompts(500)
 
 from iwopd.tiny.architecture import STUDENT_SIZES, ModelRecipe, ModelSize, Stage
 from iwopd.tiny.pretrain import PretrainingListener
-from iwopd.tiny.task import check
+from iwopd.tiny.task import EXPLANATION, check
 from iwopd.tiny.tokenizer import TOKENIZERS, build_tokenizer
 from iwopd.tiny.world import (
     DEFAULT_WORLD,
@@ -24,6 +24,7 @@ from iwopd.tiny.world import (
 
 __all__ = [
     "DEFAULT_WORLD",
+    "EXPLANATION",
     "STUDENT_SIZES",
     "TOKENIZERS",
     "WORLDS",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 RECIPE_VERSION = 1
 """Raise it when the same recipe would train another model: cached models of older versions are then ignored."""
+WINDOW = 25
+"""Steps over which `Stage.until` takes the mean loss."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,31 @@ class Stage:
     """(steps, operands) pairs that the stage begins with: long expressions are learnt faster after short ones."""
     batch: int = 32
     warmup: int = 50
+    stop: int | None = None
+    """Ends after so many of its steps, in the middle of its schedule."""
+    until: float | None = None
+    """Ends once the mean loss of `WINDOW` steps on expressions of full length is below this, in the middle of its schedule. So
+    students of all lineages are equally far, which a number of steps does not give."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch < 1 or not 0 <= self.right <= 1:
             raise ValueError(f"steps and batch must be at least 1 and right must lie in [0, 1], got {self}")
         if sum(steps for steps, _ in self.shorter) > self.steps:
             raise ValueError(f"the shorter expressions take more than the stage's {self.steps} steps: {self.shorter}")
+        if self.until is not None and self.until <= 0:
+            raise ValueError(f"until is a loss and must be above 0, got {self.until}")
+        if self.stop is not None and not 1 <= self.stop <= self.steps:
+            raise ValueError(f"stop must lie between 1 and the stage's {self.steps} steps, got {self.stop}")
+
+    @property
+    def taken(self) -> int:
+        """Steps that are taken."""
+        return self.steps if self.stop is None else self.stop
+
+    def is_far_enough(self, losses: Sequence[float]) -> bool:
+        """Whether it ends now, by the losses of all its steps so far."""
+        full = len(losses) - sum(steps for steps, _ in self.shorter)
+        return self.until is not None and full >= WINDOW and math.fsum(losses[-WINDOW:]) / WINDOW < self.until
 
     def operands_at(self, step: int) -> int:
         """Number of operands at this step (counted from 0)."""
@@ -98,7 +119,7 @@ class ModelRecipe:
 
     @property
     def steps(self) -> int:
-        return sum(stage.steps for stage in self.stages)
+        return sum(stage.taken for stage in self.stages)
 
     @property
     def seed(self) -> str:
@@ -112,8 +133,10 @@ class ModelRecipe:
         return f"{name}-{self.lineage}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the tokenizer that is nearly everybody's, so that models cached before there was another keep their keys."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("tokenizer", CHARACTERS)}
+        """Without settings that are nearly everybody's, so that models cached before there were others keep their keys."""
+        found = {name: value for name, value in asdict(self).items() if (name, value) != ("tokenizer", CHARACTERS)}
+        found["stages"] = [{name: value for name, value in stage.items() if value is not None} for stage in found["stages"]]
+        return found
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelRecipe:

@@ -35,8 +35,9 @@ def pretrain(recipe: ModelRecipe, progress: PretrainingListener | None = None) -
     """Train the model of a recipe. Deterministic for a given torch version and thread count."""
     model = new_model(recipe.size, recipe.seed, recipe.tokenizer)
     rng = random.Random(recipe.seed)
-    done, losses = 0, []
+    done, told = 0, 0
     for stage in recipe.stages:
+        losses: list[float] = []
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         for step, (ids, targets) in enumerate(training_batches(stage, rng, recipe.tokenizer)):
             for group in optimizer.param_groups:
@@ -50,9 +51,13 @@ def pretrain(recipe: ModelRecipe, progress: PretrainingListener | None = None) -
             losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):
                 raise FloatingPointError(f"pretraining of {recipe.name!r} diverged: loss {losses[-1]} at step {done}")
-            if progress is not None and (done % REPORT_EVERY == 0 or done == recipe.steps):
-                progress(recipe.name, done, recipe.steps, sum(losses) / len(losses))
-                losses = []
+            last = stage.is_far_enough(losses)
+            if progress is not None and (done % REPORT_EVERY == 0 or done == recipe.steps or last):
+                recent = losses[-(done - told) :]
+                progress(recipe.name, done, recipe.steps, sum(recent) / len(recent))
+                told = done
+            if last:
+                break
     model.train(False)
     return model
 
@@ -67,7 +72,7 @@ def training_batches(stage: Stage, rng: random.Random, tokenizer: str = CHARACTE
     """The stage's batches: ids [B, P + T] of prompts and solutions, P of the shortest prompt, and targets [B, T]."""
     made: Any = build_tokenizer(tokenizer)
     streams = {n: task.problems(n, "train", rng) for n in (stage.operands, *(n for _, n in stage.shorter))}
-    for step in range(stage.steps):
+    for step in range(stage.taken):
         operands = stage.operands_at(step)
         rows, targets = [], []
         for expression in islice(streams[operands], stage.batch):

@@ -23,6 +23,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+EXPLANATION = (
+    "Each problem is an expression of digits; wanted is the last digit of its value, products before sums. Everything is "
+    "worked out modulo 10, so 4*3=2 is right (12 ends in 2), and so is 2-5=7. A line does one operation, then comes what is "
+    "left of the expression. The usual mistake is to work from left to right: one such line early on costs the answer."
+)
+"""The task for somebody who sees its answers for the first time."""
+
 Split = Literal["train", "eval"]
 
 OPERATORS = "+-*"

@@ -4,6 +4,9 @@
   copy: the sharpest contrast between early and late tokens.
 - `drift` (8 operands): one in ten of the teacher's training solutions works from left to right, so it can continue drifted
   prefixes, and does: closer to what large teachers do.
+- `long` (14 operands, 264 tokens an answer): teacher and student learn from right solutions only, by one recipe; the student is
+  smaller and stopped early, at a certain loss. Its mistakes are its own: nobody decided where they fall, or what the teacher
+  makes of them.
 
 A lineage is a seed: another initialisation and data order, everything else the same.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -116,6 +119,7 @@ class _Training(NamedTuple):
     student: tuple[Stage, ...]
 
 
+_LONG = Stage(1300, 14, right=1.0, shorter=((150, 4), (200, 6), (200, 8), (200, 11)), batch=16)
 WORLDS: Mapping[str, _Training] = {
     # The student first learns either order on whole solutions, then mixes them line by line: mixing from the start is
     # learnt badly (wrong operands). It is sure of lines with three operands, so its mistakes come early.
@@ -133,6 +137,7 @@ WORLDS: Mapping[str, _Training] = {
             Stage(500, 8, right=0.25, unit="line", learning_rate=1.5e-3, schedule="cosine"),
         ),
     ),
+    "long": _Training(14, {"strong": _LONG, "weak": replace(_LONG, stop=1050)}, (replace(_LONG, until=0.012),)),
 }
 
 

@@ -22,6 +22,7 @@ from iwopd.rollout.engine import ENGINES, Engine, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rope import fix_rope
+from iwopd.stages import StageListener
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.offload import OffloadedScorer
 from iwopd.teacher.scorer import Scorer
@@ -50,28 +51,33 @@ from iwopd.train.prompts import load_tasks, prompt_order
 from iwopd.train.ranks import Ranks, launched
 from iwopd.train.reward import Rewards, reward_refuses
 from iwopd.train.teacher_cache import caches_of
-from iwopd.train.teachers import build_teacher, check_teacher_device, scores_early
+from iwopd.train.teachers import build_teacher, check_named_devices, check_teacher_device, scores_early
 from iwopd.train.thinking import ThinkingTokens, teaching_tokens
 from iwopd.train.tokenizers import TEACHER, Foreign, foreign_refuses, foreign_tokenizers, token_ratio
 from iwopd.types import Prompt
 from iwopd.vocabulary import check_vocabulary
 
 Notify = Callable[[str], None]
-HEAD_TOKENS = 256
-"""On so many tokens heads are compared, and the student's modes."""
+HEAD_TOKENS = 128
+"""On so many tokens heads are compared, and the student's modes: the echo test looks at more, and at far ones."""
 TRAINING = 1e-3
 """Largest difference of log-probs between training and eval mode."""
 TRAINING_HALF = 5e-2
 """The same in half precision, where the modes may take different kernels."""
 
 
-def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener | None = None) -> Parts:
-    """Load or train the models and build everything from them."""
+def assemble(
+    config: Config, notify: Notify, progress: tiny.PretrainingListener | None = None, stages: StageListener | None = None
+) -> Parts:
+    """Load or train the models and build everything from them; `stages` hears what takes long."""
+    stages = stages or StageListener()
     for refused in (*flash_refuses(config), *reward_refuses(config), *horizon_refuses(config)):
         raise ConfigError(f"{refused.message}: {refused.remedy}")
     check_trainable(config)
+    ENGINES[config.rollout.engine].check_here()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    check_named_devices(config)
     check_teacher_device(config, launched().here)
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=config.rank_timeout))
     accelerator = Accelerator(mixed_precision=config.precision, kwargs_handlers=[patience])
@@ -79,7 +85,8 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
     if config.models.world is not None:
         check_support(config, len(tiny.build_tokenizer()))
     world = open_world(config, progress)
-    tokenizer, student, teacher, foreign = _models(config, world, accelerator.device)
+    tokenizer, student, teacher, foreign = _models(config, world, accelerator.device, stages)
+    stages.stage("reading prompts and tasks", 0)
     vocab_size = len(tokenizer)
     order = prompt_order(config, world, tokenizer, notify)
     rewards = Rewards.of(config, tokenizer, order.prompts)
@@ -115,12 +122,14 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
         offloaded.append(OffloadedScorer.of(found))
         return offloaded[-1]
 
+    stages.stage("asking the teacher's servers" if config.teacher.has_servers else "preparing the models", 0)
     student_scorer = of_student("live")
     teacher_scorer = build_teacher(config, tokenizer, order.prompts, max_tokens, local_teacher, foreign)
     if any(not one.moves for one in offloaded):
         notify("models.teacher_offload does nothing here: the teacher is on the CPU already")
     reference_scorer = _reference_scorer(config, world, tokenizer, of_student, scorer, accelerator)
     scorers = {"student": student_scorer, "teacher": teacher_scorer, "reference": reference_scorer}
+    stages.stage("comparing the heads of the models with their own logits", 0)
     heads = check_heads(scorers, order.prompts)
     check_following(config, teacher_scorer, order.prompts)
     objective = config.method.made
@@ -143,6 +152,7 @@ def assemble(config: Config, notify: Notify, progress: tiny.PretrainingListener 
         whose = mix_needs_states(config) and kept
         others = Others(config.rollout.mix, config.seed, author, whose, teaching_tokens(config, thinking), of_data)
     # Last, because it may start processes: whatever fails before leaves nothing open.
+    stages.stage(f"opening the engine {config.rollout.engine}", 0)
     engine = _open_engine(config, student, tokenizer, longest, ranks)
 
     def sampler(limit: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
@@ -208,7 +218,7 @@ def check_support(config: Config, vocabulary: int) -> None:
 
 
 def check_heads(scorers: Mapping[str, Scorer | None], prompts: Sequence[Prompt]) -> dict[str, HeadCheck]:
-    """Compare the fused head of every model here with its own logits, on a few hundred tokens of real prompts."""
+    """Compare the fused head of every model here with its own logits, on tokens of real prompts."""
     sequences, found = _trial(prompts), {}
     for kind, scorer in ((kind, scorer) for kind, scorer in scorers.items() if scorer):
         local = scorer.local(kind)
@@ -232,7 +242,7 @@ def check_training_mode(student: ResponseModel, prompts: Sequence[Prompt]) -> No
 
 
 def _trial(prompts: Sequence[Prompt]) -> Sequences:
-    """A few hundred tokens of real prompts as responses."""
+    """Some tokens of real prompts as responses."""
     pieces: list[Tensor] = []
     for prompt in prompts:
         room = HEAD_TOKENS - sum(map(len, pieces))
@@ -263,7 +273,9 @@ def _open_engine(config: Config, student: Any, tokenizer: Any, longest: int, ran
     return ENGINES[name](about, config.engine.of(name))
 
 
-def _models(config: Config, world: tiny.World | None, device: torch.device) -> tuple[Any, Any, Any, Foreign]:
+def _models(
+    config: Config, world: tiny.World | None, device: torch.device, stages: StageListener
+) -> tuple[Any, Any, Any, Foreign]:
     """Tokenizer, student, teacher (None where a server has it, or the student is its own), and tokenizers that differ."""
     student_source, teacher_source = source_of(config, "student", world), source_of(config, "teacher", world)
     assert student_source is not None  # the config was validated
@@ -274,10 +286,12 @@ def _models(config: Config, world: tiny.World | None, device: torch.device) -> t
     foreign = foreign_tokenizers(config, tokenizer, teacher_source)
     for refused in foreign_refuses(config, foreign):
         raise ConfigError(f"{refused.message}: {refused.remedy}")
+    stages.stage("loading the student", 0)
     student = load_student(config, student_source, device)
     check_vocabulary("student", student, tokenizer)
     if config.teacher.urls or teacher_source is None:
         return tokenizer, student, None, foreign
+    stages.stage("loading the teacher", 0)
     teacher = load_teacher(config, teacher_source, device)
     check_vocabulary("teacher", teacher, foreign.get(TEACHER, tokenizer))
     return tokenizer, student, teacher, foreign

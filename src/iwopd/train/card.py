@@ -16,10 +16,14 @@ from iwopd.config.own_teacher import WORDS
 from iwopd.methods import method_title
 from iwopd.models import ModelSource
 from iwopd.runs.directory import RunDirectory
+from iwopd.train.horizon import longest_answer
 from iwopd.train.loading import source_of
+from iwopd.train.origin import Origin, origin
 
-SECTIONS = ("method", "rollout", "optim", "lora")
+SECTIONS = ("method", "rollout", "optim", "lora", "reward", "ema")
 """What decides the result, besides models and data."""
+NUMBERS = ("steps", "seed", "precision", "head_precision")
+OWN_LICENCE = "apache-2.0"
 PACKAGES = ("torch", "transformers", "accelerate", "peft")
 
 
@@ -27,7 +31,7 @@ def model_card(config: Config, run: RunDirectory, step: int) -> str:
     """The card of the student after `step`; evaluations up to it come from the run's log."""
     parts = [
         _front_matter(config),
-        f"# {_model_name(config, 'student')}, distilled",
+        f"# {model_name(config, 'student')}, distilled",
         f"Student after step {step} of {config.steps} of on-policy distillation with iwopd.",
         _origin(config, run),
         "## Evaluation\n\n" + _evaluations(run, step),
@@ -41,17 +45,28 @@ def model_card(config: Config, run: RunDirectory, step: int) -> str:
 def _front_matter(config: Config) -> str:
     """What the hub reads. Strings are quoted as JSON, which YAML understands."""
     values: dict[str, Any] = {"library_name": "peft" if config.lora.rank else "transformers"}
-    source = source_of(config, "student")
-    if source is not None and not source.is_local and not source.path.startswith(("/", ".")):
-        values["base_model"] = source.path
+    base = origin_of(config)
+    if base.name:
+        values |= {"base_model": base.name, "base_model_relation": "adapter" if config.lora.rank else "finetune"}
+    if base.licence:
+        values["license"] = base.licence
     values["tags"] = ["iwopd", "on-policy-distillation"]
     return "\n".join(["---", *(f"{name}: {json.dumps(value)}" for name, value in values.items()), "---"])
 
 
+def origin_of(config: Config) -> Origin:
+    """Of the student."""
+    if config.models.world is not None:
+        return Origin(licence=OWN_LICENCE)  # it is this package's, and on no hub
+    source = source_of(config, "student")
+    return Origin() if source is None else origin(source)
+
+
 def _origin(config: Config, run: RunDirectory) -> str:
     rows = {
-        "student": _model_name(config, "student"),
-        "teacher": _model_name(config, "teacher"),
+        "student": model_name(config, "student"),
+        "licence of the student": origin_of(config).licence or "not known here: see where the student comes from",
+        "teacher": model_name(config, "teacher"),
         "method": method_title(config.method.model_dump()),
         "trained weights": f"LoRA adapter, rank {config.lora.rank}" if config.lora.rank else "all",
         "prompts": _data(config),
@@ -60,12 +75,12 @@ def _origin(config: Config, run: RunDirectory) -> str:
     }
     if config.method.made.needs_reference:
         initial = WORDS.get(config.reference.source, "the student before training")
-        rows["reference"] = _model_name(config, "reference") if config.models.reference else initial
+        rows["reference"] = model_name(config, "reference") if config.models.reference else initial
     return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows.items())])
 
 
-def _model_name(config: Config, name: str) -> str:
-    """A hub id with its revision; a local folder by its last name, which is what others may know it by."""
+def model_name(config: Config, name: str, *, paths: bool = False) -> str:
+    """A hub id with its revision; a local folder by its last name, which is what others may know it by, or by its path."""
     models = config.models
     if name == "teacher" and config.teacher.is_student:
         return f"{WORDS[config.teacher.source]} (teacher.source = {config.teacher.source!r})"
@@ -75,7 +90,7 @@ def _model_name(config: Config, name: str) -> str:
     source = source_of(config, name)
     if source is None:
         return "none"
-    if source.is_local or source.path.startswith(("/", ".")):
+    if not paths and (source.is_local or source.path.startswith(("/", "."))):
         source = ModelSource(Path(source.path).name, source.gguf_file)
     return str(source)
 
@@ -102,8 +117,18 @@ def _evaluations(run: RunDirectory, step: int) -> str:
 
 
 def _parameters(config: Config) -> str:
+    """Also those that are defaults: they may be others in the next version."""
     tree = without(config.model_dump(exclude_none=True), "place")
-    return tomli_w.dumps({"steps": config.steps, "seed": config.seed, **{name: tree[name] for name in SECTIONS}})
+    made = config.method.made
+    params = {**made.rule.params, **made.params}
+    tree["method"]["params"] = {name: value for name, value in params.items() if value is not None}  # TOML has no null
+    tree["rollout"].setdefault("max_tokens", longest_answer(config))
+    if config.reward.checker is None:
+        del tree["reward"]
+    if not config.keeps_average:
+        del tree["ema"]
+    shown = {name: tree[name] for name in (*NUMBERS, *SECTIONS) if name in tree}
+    return tomli_w.dumps({**shown, "models": {"dtype": config.models.dtype}})
 
 
 def _versions() -> str:

@@ -171,7 +171,7 @@ class CheckpointStore:
     def open(self, checkpoint: int | str) -> Checkpoint:
         """One checkpoint by step or folder name, checked."""
         step = _step(checkpoint)
-        path = self.directory / _name(step)
+        path = self.directory / _name(max(0, step))
         if step not in self.steps():
             raise CheckpointError(f"there is no checkpoint of step {step}: {self.directory} has steps {self.steps()}")
         with locked(self.directory):

@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from iwopd.filesystem import read_json, sha256, sync
+from iwopd.filesystem import follow_umask, read_json, sha256, sync
 from iwopd.train.average import TENSORS as AVERAGE
 from iwopd.train.average import Average
 from iwopd.train.checkpoint_optimizer import TENSORS, VALUES, Masters, load_optimizer
@@ -86,6 +86,8 @@ def seal(folder: Path, step: int, state: Mapping[str, Any], **about: Any) -> Non
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if not path.stat().st_nlink > 1:  # else it is another engine's own file
+            follow_umask(path)
         sync(path)
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": sha256(path)}
     manifest = {"format": "iwopd checkpoint", "version": FORMAT_VERSION, "step": step, **about, "files": files}

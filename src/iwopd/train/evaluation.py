@@ -37,15 +37,19 @@ def _evaluate(task: Task, config: Config, parts: Parts, run: RunDirectory, track
         # The same noise at every step and for every method: differences are the model's.
         return sampler.sample(prompts, seed=config.seed, step=0, samples=task.samples)
 
+    parts.activity.stage(f"evaluating {task.name}")
+    parts.activity.expect(len(task.prompts) * task.samples)
     parts.before_writing()
     evaluation = evaluate(task, write, parts.tokenizer, samples=task.samples, step=step, share=parts.ranks.share)
     if parts.ranks.is_main:
         tracker.evaluation(evaluation, time.perf_counter() - start)
+        parts.activity.stage("keeping some answers for the report")
         try:
             for record in kept_rollouts(config, parts, evaluation, step):
                 run.append("rollouts.jsonl", record)
         except (TeacherGoneError, ChatError) as error:  # the evaluation itself needs no teacher; nor its template
             tracker.say(f"step {step}: no rollouts of {task.name} are kept, {error}")
+    parts.activity.stage("")
     return evaluation.result.mean
 
 

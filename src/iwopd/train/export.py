@@ -11,6 +11,7 @@ import torch
 
 from iwopd.adapters import merge
 from iwopd.errors import UserError
+from iwopd.filesystem import follow_umask
 from iwopd.models import load_tokenizer
 from iwopd.runs.directory import RunDirectory
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
@@ -34,6 +35,9 @@ def export(source: Path, out: Path, *, merged: bool = False, step: int | None = 
             _write_merged(run, checkpoint, draft)
         else:
             shutil.copytree(checkpoint.model_path, draft)
+        if (settings := run.path / "config.toml").exists():
+            shutil.copyfile(settings, draft / settings.name)
+        follow_umask(*(path for path in draft.rglob("*") if path.is_file()))
         draft.rename(out)
     except OSError as error:
         raise ExportError(f"cannot write {out}: {error.strerror or error}") from None
@@ -69,4 +73,5 @@ def _write_merged(run: RunDirectory, checkpoint: Checkpoint, folder: Path) -> No
     load_tokenizer(checkpoint.model_path).save_pretrained(folder)
     if (card := checkpoint.model_path / "README.md").exists():
         text = card.read_text(encoding="utf-8").replace('library_name: "peft"', 'library_name: "transformers"', 1)
+        text = text.replace('base_model_relation: "adapter"', 'base_model_relation: "finetune"', 1)
         (folder / card.name).write_text(text.partition("\n\nThis folder holds an adapter")[0] + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from iwopd.algo.spans import UNSCORED
 from iwopd.algo.views import TokenScores
 from iwopd.config import Config
 from iwopd.eval.runner import Evaluation
+from iwopd.filesystem import follow_umask
 from iwopd.runs.logs import RunError
 from iwopd.train.micro_batch import STATES
 from iwopd.train.parts import Parts
@@ -45,7 +46,8 @@ def kept_rollouts(config: Config, parts: Parts, evaluation: Evaluation, step: in
     ]
     thinking = None if parts.thinking is None else [parts.thinking.mask(rollout) for rollout in rollouts]
     teaching = thinking_mask(config, thinking)
-    evidence = evidence_of(TokenBatch.collate(scored), mask=teaching, progress=training_progress(step, config.steps))
+    where = {"progress": training_progress(step, config.steps), "agreement": parts.agreement}
+    evidence = evidence_of(TokenBatch.collate(scored), mask=teaching, **where)
     signal = parts.objective.signal(evidence)
     matrices = [parts.student_scorer.output_matrix(), parts.teacher_scorer.output_matrix()] if both else []
     divergence = [pair_kl(a, matrices[0], b, matrices[1]) for a, b in zip(student, teacher, strict=True)] if both else None
@@ -99,6 +101,7 @@ def dump_skipped(folder: Path, batch: TokenBatch, columns: dict[str, Tensor], st
     path = folder / f"skipped-step-{step:06d}.safetensors"
     try:
         save_file({name: values.contiguous() for name, values in tensors.items()}, path)
+        follow_umask(path)
     except (OSError, SafetensorError) as error:
         raise RunError(f"cannot write {path}: {error}. Checkpoints are as they were: make room, then --resume") from None
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from iwopd.algo.agreement import GradientParts
 from iwopd.algo.objectives import LossStats, Objective, TokenLoss
 from iwopd.algo.views import NOTHING, TokenScores, Wanted
 from iwopd.config import Optim
@@ -43,6 +44,8 @@ class Update:
     """Optimizer steps taken."""
     padding_waste: float
     stats: LossStats
+    agreement: float | None = None
+    """Of the gradients of tokens before and after drifts (`algo.agreement`); None where it cannot be told."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +64,8 @@ class _OptimizerStep(NamedTuple):
     padding_waste: float
     stats: LossStats
     taken: bool
+    parts: list[GradientParts]
+    """At most one: of all micro-batches and ranks."""
 
 
 class Learner:
@@ -87,6 +92,8 @@ class Learner:
         self.optim, self.objective, self.ranks, self.average = optim, objective, ranks, average
         self.loss = MicroBatchLoss(self.lm, loss or objective, teacher)
         self.weights.adopt(self.loss)
+        self.progress: Callable[[int], None] | None = None
+        """Who wants to know how many more rollouts the update has worked through."""
         self.optimizer = torch.optim.AdamW(
             self.weights.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
         )
@@ -125,7 +132,7 @@ class Learner:
                     denominator = int(columns["supervised"][batch.places(rows)].sum())
                     if denominator:
                         steps.append(self._optimize(batch, columns, rows, denominator, forward))
-        taken = sum(one.taken for one in steps)
+        taken, parts = sum(one.taken for one in steps), [part for one in steps for part in one.parts]
         return Update(
             loss=_mean([one.loss for one in steps]),
             grad_norm=_mean([one.grad_norm for one in steps]),
@@ -134,17 +141,22 @@ class Learner:
             updates=taken,
             padding_waste=_mean([one.padding_waste for one in steps]),
             stats=self._merged([one.stats for one in steps]),
+            agreement=GradientParts.merge(parts).agreement if parts else None,
         )
 
     def gradient(self, batch: TokenBatch, columns: dict[str, Tensor]) -> list[Tensor]:
         """The gradient of the whole batch by every trained parameter; nothing is updated. For measurements."""
+        return self.measure(batch, columns)[0]
+
+    def measure(self, batch: TokenBatch, columns: dict[str, Tensor]) -> tuple[list[Tensor], list[GradientParts]]:
+        """The same, and its parts before and after drifts (at most one entry: of all micro-batches)."""
         self.lm.model.train()
         with self.weights.updating():
-            self._accumulate(batch, columns, range(len(batch)), int(columns["supervised"].sum()), None)
+            parts = self._accumulate(batch, columns, range(len(batch)), int(columns["supervised"].sum()), None)[-1]
             self.weights.sum_gradients()
             found = [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in self.weights.parameters]
         self.optimizer.zero_grad(set_to_none=True)
-        return found
+        return found, parts
 
     def optimizer_state(self) -> OptimizerState:
         """What a checkpoint holds of the optimizer. All ranks take part; the main one gets it."""
@@ -162,7 +174,7 @@ class Learner:
         self, batch: TokenBatch, columns: dict[str, Tensor], rows: Sequence[int], denominator: int, forward: ForwardPass | None
     ) -> _OptimizerStep:
         """One optimizer step on these rows of the batch, or none if loss or gradient is not finite."""
-        loss, stats, waste = self._accumulate(batch, columns, rows, denominator, forward)
+        loss, stats, waste, parts = self._accumulate(batch, columns, rows, denominator, forward)
         self.weights.sum_gradients()
         total = self.weights.gradient_norm()
         torch.nn.utils.clip_grads_with_norm_(self.weights.parameters, self.optim.grad_clip, total)
@@ -174,12 +186,12 @@ class Learner:
             if self.average is not None:
                 self.average.follow(self.weights.current())
         self.optimizer.zero_grad(set_to_none=True)
-        return _OptimizerStep(loss, norm, waste, stats, finite)
+        return _OptimizerStep(loss, norm, waste, stats, finite, parts)
 
     def _accumulate(
         self, batch: TokenBatch, columns: dict[str, Tensor], rows: Sequence[int], denominator: int, forward: ForwardPass | None
-    ) -> tuple[float, LossStats, float]:
-        """Backward over this rank's rows; returns loss and statistics of all ranks, and the share of padding here."""
+    ) -> tuple[float, LossStats, float, list[GradientParts]]:
+        """Backward over this rank's rows: loss and statistics of all ranks, the share of padding here, the gradient's parts."""
         mine = rows[self.ranks.rank :: self.ranks.count]
         totals = (batch.prompt_lengths + batch.lengths)[mine].tolist() if mine else []
         groups = self.lm.micro_batches(totals, self.optim.token_budget)
@@ -194,10 +206,21 @@ class Learner:
             # Without statistics there are log-probs that are not numbers: the whole update is void, on every rank.
             losses.append(value.detach() if stats is not None else torch.full_like(value.detach(), math.nan))
             parts += [stats] if group and stats is not None else []
+            if self.progress is not None:
+                self.progress(len(group))
         loss = sum(torch.stack(losses).tolist()) if losses else 0.0  # read once: the host waits for every number
-        everyone = self.ranks.gather((loss, [part.cpu() for part in parts]))
-        stats = self._merged([part for _, stats in everyone for part in stats])
-        return sum(value for value, _ in everyone), stats, self.lm.padding_waste(totals, groups)
+        everyone = self.ranks.gather((loss, [part.cpu() for part in parts], self._gradient_parts()))
+        stats = self._merged([part for _, stats, _ in everyone for part in stats])
+        split = [part for _, _, parts in everyone for part in parts]
+        split = [GradientParts.merge(split)] if len(split) > 1 else split
+        return sum(value for value, _, _ in everyone), stats, self.lm.padding_waste(totals, groups), split
+
+    def _gradient_parts(self) -> list[GradientParts]:
+        """Of the micro-batches since the last call, at most one; for other ranks they leave the device."""
+        found, self.loss.gradient_parts = self.loss.gradient_parts, None
+        if found is None:
+            return []
+        return [found] if self.ranks.count == 1 else [found.cpu()]
 
     def _merged(self, parts: list[LossStats]) -> LossStats:
         return type(parts[0]).merge(parts) if parts else self.loss.objective.no_stats()

@@ -11,6 +11,7 @@ from iwopd.train.card import model_card
 from iwopd.train.checkpoint import CheckpointStore
 from iwopd.train.evaluation import evaluate_tasks, is_due, keep_best
 from iwopd.train.given import Given
+from iwopd.train.headline import resume_command
 from iwopd.train.horizon import stops_at_once
 from iwopd.train.interrupts import interrupts
 from iwopd.train.kept import dump_skipped
@@ -33,7 +34,8 @@ def train(
     config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore, tracker: Tracker, state: TrainingState
 ) -> TrainingState:
     """Train from the step after `state.step` to the last one."""
-    with interrupts() as interrupted:
+    parts.agreement = state.agreement
+    with interrupts(tracker.display.stopping) as interrupted:
         if state.step < config.steps:
             check_engine(config, parts, state.step + 1)
         if _evaluate(config, parts, run, tracker, state):  # before the first step, or what an interrupted one left out
@@ -42,6 +44,7 @@ def train(
         for step in range(first, config.steps + 1):
             stats = take_step(config, parts, run, step, state.prompts(config.rollout.horizon.made.tokens_per_step))
             state.finished(stats)
+            parts.agreement = state.agreement
             tracker.step(stats)
             if parts.rewards and (notice := parts.rewards.notice()):
                 tracker.say(notice)
@@ -59,30 +62,32 @@ def train(
                 save(config, parts, run, store, state)
             if stop:
                 raise TrainingStoppedError(
-                    f"stopped by {Signals(stop).name} after step {step}; continue with --resume", 128 + stop
+                    f"stopped by {Signals(stop).name} after step {step}; continue with --resume: {resume_command(run.path)}",
+                    128 + stop,
                 )
     return state
 
 
 def take_step(config: Config, parts: Parts, run: RunDirectory, step: int, prompts: int | None = None) -> StepStats:
     """One step: write, score, weigh, update. `prompts`: how many, if not the usual."""
-    clock, objective = Clock(), parts.objective
+    clock, objective = Clock(parts.activity, step), parts.objective
+    clock.begin("rollout")
     written = write_rollouts(config, parts, step, prompts)
-    clock.lap("rollout")
+    clock.begin("teacher", len(written.rollouts))
     if parts.others and not written.rollouts:
         return _given_step(config, parts, run, step, written.given, clock)
     scored = score_step(config, parts, written, step)
     parts.rest_teachers()
     mismatch = {} if parts.engine.exact else mismatch_metrics(config, parts, scored.batch, step)
-    clock.lap("teacher")
+    clock.begin("signal")
     signal = objective.signal(scored.evidence)
     columns = loss_columns(objective, scored.batch, scored.evidence, signal)
     batch, weights, others = scored.batch, signal.weights[scored.batch.mask], scored.others
     if others is not None:
         batch, columns, weights = others.join(batch), others.columns(columns), others.follow(weights)
-    clock.lap("signal")
+    clock.begin("update", len(batch) * config.optim.ppo_epochs)
     update = parts.learner.update(batch, columns, seed=config.seed, step=step, forward=scored.forward)
-    clock.lap("update")
+    clock.end()
     if update.skipped and parts.ranks.is_main:
         dump_skipped(run.path, batch, {**columns, "weights": weights}, step)
     metrics = step_metrics(scored, signal, written, update, objective) | mismatch | cache_metrics(parts.caches, parts.ranks)
@@ -106,10 +111,10 @@ def _given_step(config: Config, parts: Parts, run: RunDirectory, step: int, give
             exit_code=1,
         )
     parts.rest_teachers()
-    clock.lap("teacher")
     batch, columns = others.join(None), others.columns({})
+    clock.begin("update", len(batch) * config.optim.ppo_epochs)
     update = parts.learner.update(batch, columns, seed=config.seed, step=step, forward=forward)
-    clock.lap("update")
+    clock.end()
     if update.skipped and parts.ranks.is_main:
         dump_skipped(run.path, batch, columns, step)
     metrics = metrics_without_rollouts(update) | mix_metrics(given, others, 0, update)
@@ -118,6 +123,7 @@ def _given_step(config: Config, parts: Parts, run: RunDirectory, step: int, give
 
 def save(config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore, state: TrainingState) -> None:
     """Write a checkpoint. All ranks call it: each may have a part of the optimizer's state."""
+    parts.activity.stage("saving a checkpoint")
     optimizer = parts.learner.optimizer_state()
     if parts.ranks.is_main:
         store.save(
@@ -130,6 +136,7 @@ def save(config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore
             average=parts.learner.average,
         )
         keep_best(store, state.best_step)
+    parts.activity.stage("")
 
 
 def _evaluate(config: Config, parts: Parts, run: RunDirectory, tracker: Tracker, state: TrainingState) -> bool:

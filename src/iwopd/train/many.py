@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +48,17 @@ class PlannedRun:
         return len(Run(self.folder, notes=Notes()).metrics)
 
 
-def run_all(planned: Sequence[PlannedRun], *, at_a_time: int, console: Console) -> None:
-    """Make every run that is not finished yet. A failure ends all with the failed run's last words; nothing done is lost."""
+def run_all(
+    planned: Sequence[PlannedRun],
+    *,
+    at_a_time: int,
+    console: Console,
+    finished: Callable[[PlannedRun], None] = lambda run: None,
+) -> None:
+    """Make every run that is not finished yet. A failure ends all with the failed run's last words; nothing done is lost.
+
+    `finished` is told of every run as soon as it is made.
+    """
     waiting = [run for run in planned if not run.finished]
     if len(waiting) < len(planned):
         console.print(f"{len(planned) - len(waiting)} of {len(planned)} runs are there already", highlight=False)
@@ -74,6 +83,7 @@ def run_all(planned: Sequence[PlannedRun], *, at_a_time: int, console: Console) 
                     if process.returncode:
                         words = _log(run.folder).read_text(errors="replace")[-2000:]
                         raise ManyRunsError(f"the run {run.folder} failed with exit code {process.returncode}:\n{words}")
+                    finished(run)
                     progress.remove_task(bars.pop(run))
                     progress.advance(overall)
                     if not console.is_terminal:

@@ -11,6 +11,7 @@ from torch import Tensor
 from iwopd import algo
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import Objective, TrainingSignal
+from iwopd.train.activity import Activity
 from iwopd.train.learner import Update
 
 if TYPE_CHECKING:
@@ -21,16 +22,26 @@ POSITION_BINS = 10
 
 
 class Clock:
-    """Wall time by stage."""
+    """Wall time by stage of a step; `activity` hears which one is under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, activity: Activity, step: int) -> None:
         self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self._activity, self._stage, self._last = activity, "", time.perf_counter()
+        activity.step = step
 
-    def lap(self, name: str) -> None:
-        """The stage `name` ends now; the next one begins."""
+    def begin(self, name: str, total: int = 0) -> None:
+        """The stage before ends now, and `name` begins, over `total` answers."""
+        self.end()
+        self._stage = name
+        self._activity.stage(name)
+        self._activity.expect(total)
+
+    def end(self) -> None:
         now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
+        if self._stage:
+            self.laps[self._stage] = now - self._last
+        self._stage, self._last = "", now
+        self._activity.stage("")
 
 
 def step_metrics(
@@ -67,7 +78,8 @@ def metrics_without_rollouts(update: Update) -> dict[str, Any]:
 
 
 def _update_metrics(update: Update) -> dict[str, float]:
-    return {"update/padding_waste": update.padding_waste, "update/count": update.updates, "update/skipped": update.skipped}
+    counts = {"update/padding_waste": update.padding_waste, "update/count": update.updates, "update/skipped": update.skipped}
+    return {**counts, "gradient/agreement": math.nan if update.agreement is None else update.agreement}
 
 
 def signal_metrics(signal: TrainingSignal) -> dict[str, Any]:

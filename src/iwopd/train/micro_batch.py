@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from iwopd import algo
+from iwopd.algo.agreement import GradientParts
 from iwopd.algo.objectives import LossStats, Mixture, ObjectiveLoss, TokenLoss, TokenStates
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.modes import eval_mode
@@ -22,6 +23,8 @@ from iwopd.teacher.scorer import HasModel, OutputMatrix
 Columns = Mapping[str, Tensor]
 STATES = "teacher_states"
 """Name of the column [N, H] with the teacher's hidden states, where they were kept since it scored."""
+BEFORE, AFTER = "before_drift", "after_drift"
+"""Names of the columns that split the gradient in two (`algo.agreement.split`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +67,8 @@ class MicroBatchLoss(nn.Module):
         super().__init__()
         self.model = lm.model  # a part of this module; the teacher is none
         self.lm, self.objective, self.teacher = lm, objective, teacher
+        self.gradient_parts: GradientParts | None = None
+        """Of the micro-batches whose backward passes have run; the learner takes them from here."""
 
     def forward(
         self, sequences: Sequences, columns: Columns, denominator: int, hidden: Tensor | None = None
@@ -73,10 +78,10 @@ class MicroBatchLoss(nn.Module):
         Log-probs that are not numbers give no statistics and the loss of no tokens, 0: its backward pass works, and with
         sharded weights the other processes wait for it.
         """
-        kept = columns.get(STATES)
-        columns = {name: values for name, values in columns.items() if name != STATES}
+        kept, split = columns.get(STATES), (columns.get(BEFORE), columns.get(AFTER))
+        columns = {name: values for name, values in columns.items() if name not in (STATES, BEFORE, AFTER)}
         compute = (
-            self._from_states(sequences, denominator, hidden, self._teacher_states(sequences, columns, kept))
+            self._from_states(sequences, denominator, hidden, self._teacher_states(sequences, columns, kept), split)
             if self.lm.fused
             else self._from_logprobs(sequences, denominator)
         )
@@ -99,12 +104,32 @@ class MicroBatchLoss(nn.Module):
         return self.teacher.states(sequences.only(taught).to(device), None if kept is None else kept[taught])
 
     def _from_states(
-        self, sequences: Sequences, denominator: int, hidden: Tensor | None, teacher: TokenStates | None
+        self,
+        sequences: Sequences,
+        denominator: int,
+        hidden: Tensor | None,
+        teacher: TokenStates | None,
+        split: tuple[Tensor | None, Tensor | None],
     ) -> Callable[[Columns], ObjectiveLoss]:
         if hidden is None:
             hidden = self.lm.token_hidden(sequences)
+        if hidden.requires_grad:
+            hidden.register_hook(self._watch(hidden.detach(), *split))
         student = self.lm.token_states(hidden, sequences.response_ids)
         return lambda columns: self.objective.loss(student, columns, denominator, teacher)
+
+    def _watch(self, hidden: Tensor, before: Tensor | None, after: Tensor | None) -> Callable[[Tensor], None]:
+        """Called in the backward pass with the gradient by the hidden states [N, H]; does not change it."""
+
+        def see(gradient: Tensor) -> None:
+            if before is not None and after is not None:
+                found = GradientParts.of(hidden, gradient, before, after)
+                if self.gradient_parts is None:
+                    self.gradient_parts = found
+                else:
+                    self.gradient_parts.sums.add_(found.sums)
+
+        return see
 
     def _from_logprobs(self, sequences: Sequences, denominator: int) -> Callable[[Columns], ObjectiveLoss]:
         logprobs = self.lm.logprobs(sequences)

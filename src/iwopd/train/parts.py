@@ -17,6 +17,7 @@ from iwopd.teacher.cached import CachedScorer
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.offload import OffloadedScorer
 from iwopd.teacher.scorer import Scorer
+from iwopd.train.activity import Activity
 from iwopd.train.learner import Learner
 from iwopd.train.mix import Others
 from iwopd.train.ranks import Ranks
@@ -64,14 +65,28 @@ class Parts:
     """Local teachers that leave the accelerator when they have scored."""
     caches: Sequence[CachedScorer] = ()
     """Teachers whose scores are kept on disk."""
+    agreement: float = 0.0
+    """Running mean of the agreement of gradients before and after drifts, over the steps so far (`algo.agreement`)."""
     foreign: Foreign = field(default_factory=dict)
     """Tokenizers of teachers whose ids mean something else than the student's."""
+    activity: Activity = field(default_factory=Activity)
+    """Hears what is being done."""
 
     def __enter__(self) -> Parts:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.engine.close()
+
+    def report_to(self, activity: Activity) -> None:
+        """Tell it how far all work of a step is."""
+        self.activity, activity.processes = activity, self.ranks.count
+        for sampler in (self.sampler, *self.eval_samplers.values()):
+            sampler.progress = activity.advance
+        for scorer in self.teacher_scorer.local("teacher").values():
+            if isinstance(scorer, LocalScorer):
+                scorer.progress = activity.scored
+        self.learner.progress = activity.advance
 
     @property
     def needs_output_matrix(self) -> str | None:

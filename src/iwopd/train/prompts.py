@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,18 @@ Notify = Callable[[str], None]
 
 def prompt_order(config: Config, world: tiny.World | None, tokenizer: Any, notify: Notify) -> PromptOrder | MixedOrder:
     """Which prompts each step gets, from the world, the one file, or the sets."""
-    per_step = config.rollout.prompts_per_step
     if world is not None:
-        return PromptOrder(world.prompts(config.data.train_size), per_step, config.seed)
+        return PromptOrder(world.prompts(config.data.train_size), config.rollout.prompts_per_step, config.seed)
     loaded = training_sets(config, tokenizer)
     for item in loaded:
         if item.too_long or item.filtered or item.duplicates or len(loaded) > 1:
             notify(item.summary(config.data.max_prompt_tokens))
+    return order_of(config, loaded)
+
+
+def order_of(config: Config, loaded: Sequence[LoadedPrompts]) -> PromptOrder | MixedOrder:
+    """The order of the prompts of one set, or of several by their weights."""
+    per_step = config.rollout.prompts_per_step
     if len(loaded) == 1:
         return PromptOrder(loaded[0].prompts, per_step, config.seed)
     weighted = [(item, given.weight) for item, given in zip(loaded, config.data.sets, strict=True)]

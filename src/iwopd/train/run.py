@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 from iwopd import algo, tiny
 from iwopd.config import Config
@@ -14,13 +15,16 @@ from iwopd.teacher.errors import TeacherError
 from iwopd.trackers import check_trackers
 from iwopd.train.assembly import assemble
 from iwopd.train.checkpoint import Checkpoint, CheckpointStore
+from iwopd.train.display import Display, open_display
 from iwopd.train.doctor import Finding, examine_models, examine_recipe, head_findings, refuse
 from iwopd.train.evaluation import keep_best
 from iwopd.train.examples import keep_examples
+from iwopd.train.headline import headline, resume_command
 from iwopd.train.loop import save, train
 from iwopd.train.parts import Parts
 from iwopd.train.ranks import Ranks, lost_contact
 from iwopd.train.state import TrainingState, TrainingStoppedError
+from iwopd.train.teacher_state import teacher_state
 from iwopd.train.tracking import Tracker
 
 
@@ -32,22 +36,30 @@ def run_training(
     allow_changes: bool = False,
     doctor: bool = True,
     progress: tiny.PretrainingListener | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> TrainingState:
-    """Train in `folder`, from the newest valid checkpoint with `resume`; with `doctor` refuse a recipe that fails a check."""
+    """Train in `folder`, from the newest valid checkpoint with `resume`; with `doctor` refuse a recipe that fails a check.
+
+    `progress` hears of a world's models while they are trained, by default the display. `about` is what else the `run.json` of
+    a new run is to keep.
+    """
     run = RunDirectory(folder)
     messages: list[str] = []
     if resume:  # fail before any model is loaded
         run.check_resumable("local")
-    else:
-        run.check_free()
+    elif note := run.check_free():
+        messages.append(note)
     check_trackers(config.tracking.trackers)
     try:
-        if doctor:
-            examined = list(examine_recipe(config, folder))
-            refuse(examined)
-            messages += _warnings(examined)
-        with assemble(config, messages.append, progress) as parts:
-            state = _train(config, parts, run, messages, resume=resume, allow_changes=allow_changes, doctor=doctor)
+        with closing(open_display(config)) as display:
+            display.about(headline(config))
+            if doctor:
+                examined = _examined(examine_recipe(config, folder), display, "checking the recipe")
+                refuse(examined)
+                messages += _warnings(examined)
+            with assemble(config, messages.append, progress or display.activity.pretraining, display.activity) as parts:
+                how = {"resume": resume, "allow_changes": allow_changes, "doctor": doctor}
+                state = _train(config, parts, run, display, messages, about or {}, **how)
         Ranks().leave(together=True)  # the main one may still have been saving
         return state
     except (algo.NonFiniteError, FloatingPointError) as error:
@@ -63,13 +75,24 @@ def run_training(
 
 
 def _train(
-    config: Config, parts: Parts, run: RunDirectory, messages: list[str], *, resume: bool, allow_changes: bool, doctor: bool
+    config: Config,
+    parts: Parts,
+    run: RunDirectory,
+    display: Display,
+    messages: list[str],
+    about: Mapping[str, Any],
+    *,
+    resume: bool,
+    allow_changes: bool,
+    doctor: bool,
 ) -> TrainingState:
     """Examine the models, open the run directory, bring back the last checkpoint, train.
 
     Of a new run the directory is made last: one that is refused leaves nothing.
     """
-    found = [] if resume else _examine(config, parts, run, 1, doctor=doctor)
+    parts.report_to(display.activity)
+    display.teacher = teacher_state(config, parts.teacher_scorer)
+    found = [] if resume else _examine(config, parts, run, display, 1, doctor=doctor)
     messages += _warnings(found)
     with ExitStack() as stack:
 
@@ -80,7 +103,7 @@ def _train(
                 if resume:
                     run.check_resume(config, data, allow_changes=allow_changes)
                 else:
-                    run.create(config, data)
+                    run.create(config, data, more=about)
                 keep_examples(run.path, config, parts.tokenizer, parts.order.prompts, parts.foreign)
 
         parts.ranks.together(open_directory)  # the others wait for it
@@ -96,10 +119,11 @@ def _train(
 
         parts.ranks.together(rewind)
         if resume and state.step < config.steps:
-            found = _examine(config, parts, run, state.step + 1, doctor=doctor)
+            found = _examine(config, parts, run, display, state.step + 1, doctor=doctor)
             messages += _warnings(found)
         after = kept if resume else None
-        tracker = stack.enter_context(closing(Tracker(config, run, after=after, is_main=parts.ranks.is_main)))
+        shared: dict[str, Any] = {"after": after, "is_main": parts.ranks.is_main, "display": display}
+        tracker = stack.enter_context(closing(Tracker(config, run, **shared)))
         tracker.facts = _facts(found, run)
         for message in messages:
             tracker.say(message)
@@ -110,6 +134,11 @@ def _train(
         except (TeacherError, EngineError) as error:  # earlier steps are good
             words = _keep_finished(config, parts, run, store, state)
             raise TrainingStoppedError(f"{error}\n{words}", error.exit_code) from None
+        except KeyboardInterrupt:  # the second one
+            newest = f"the checkpoint of step {saved[-1]} is kept" if (saved := store.steps()) else "there is no checkpoint yet"
+            raise TrainingStoppedError(
+                f"stopped in step {state.step + 1}, which is lost; {newest}. Continue with `{resume_command(run.path)}`", 130
+            ) from None
 
 
 def _keep_finished(config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore, state: TrainingState) -> str:
@@ -118,13 +147,26 @@ def _keep_finished(config: Config, parts: Parts, run: RunDirectory, store: Check
         return "No step was finished; start again when it is back"
     if state.step not in store.steps():
         save(config, parts, run, store, state)
-    return f"Step {state.step} was the last finished one and is saved; continue with --resume when it is back"
+    command = resume_command(run.path)
+    return f"Step {state.step} was the last finished one and is saved; continue with --resume when it is back: {command}"
 
 
-def _examine(config: Config, parts: Parts, run: RunDirectory, step: int, *, doctor: bool) -> list[Finding]:
+def _examine(config: Config, parts: Parts, run: RunDirectory, display: Display, step: int, *, doctor: bool) -> list[Finding]:
     """The models at work, before `step`; raises if anything failed."""
-    found = list(examine_models(config, parts, run.path, step=step) if doctor else head_findings(parts))
+    findings = examine_models(config, parts, run.path, step=step) if doctor else head_findings(parts)
+    found = _examined(findings, display, "checking the models")
     refuse(found, optional=doctor)
+    return found
+
+
+def _examined(findings: Iterable[Finding], display: Display, stage: str) -> list[Finding]:
+    """All of them; the display shows how far the checks are."""
+    found = []
+    display.activity.stage(stage)
+    for finding in findings:
+        found.append(finding)
+        display.activity.detail = f"{finding.check} done"
+    display.activity.stage("")
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from iwopd import algo
+from iwopd.algo.agreement import split
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import Objective, TrainingSignal
 from iwopd.algo.views import TokenScores
@@ -17,7 +18,7 @@ from iwopd.rollout.horizons import Drift
 from iwopd.teacher.scorer import OutputMatrix
 from iwopd.train.given import NOTHING_GIVEN
 from iwopd.train.learner import ForwardPass
-from iwopd.train.micro_batch import STATES
+from iwopd.train.micro_batch import AFTER, BEFORE, STATES
 from iwopd.train.mix import ScoredOthers
 from iwopd.train.parts import Parts
 from iwopd.train.pipeline import Written, look, write_step
@@ -54,6 +55,7 @@ def write_rollouts(config: Config, parts: Parts, step: int, prompts: int | None 
     asked = parts.order.batch(step) if prompts is None else parts.order.some(step, prompts)
     own, given = parts.others.write(asked, step) if parts.others else (asked, NOTHING_GIVEN)
     limit = horizon.limit(parts.max_response, training_progress(step, config.steps))
+    parts.activity.expect(len(own) * config.rollout.samples)
     written = write_step(
         own,
         parts.sampler,
@@ -66,10 +68,14 @@ def write_rollouts(config: Config, parts: Parts, step: int, prompts: int | None 
         wanted=parts.teacher_wanted,
         checking=parts.rewards.begin() if parts.rewards else None,
         limit=limit if limit < parts.max_response else None,
-        watching=Watching(horizon, parts.teacher_scorer.follow(parts.followed)) if isinstance(horizon, Drift) else None,
+        watching=_watching(parts, horizon) if isinstance(horizon, Drift) else None,
         head=parts.teacher_scorer.whole_distribution if parts.followed.states else None,
     )
     return replace(written, given=given) if parts.others else written
+
+
+def _watching(parts: Parts, horizon: Drift) -> Watching:
+    return Watching(horizon, parts.teacher_scorer.follow(parts.followed), parts.agreement)
 
 
 def score_step(config: Config, parts: Parts, written: Written, step: int) -> ScoredStep:
@@ -86,7 +92,7 @@ def score_step(config: Config, parts: Parts, written: Written, step: int) -> Sco
     scored = scored_rollouts(parts, kept, old, teacher, reference)
     count = sum(int(torch.isneginf(scores.logprobs).sum()) for scores in teacher)
     batch = TokenBatch.collate(scored, correct_rollouts=not parts.engine.exact)
-    evidence = evidence_of(batch, mask=teaching, progress=training_progress(step, config.steps))
+    evidence = evidence_of(batch, mask=teaching, progress=training_progress(step, config.steps), agreement=parts.agreement)
     if batch.spans is not None and not evidence.mask.any() and not written.given.rollouts:
         raise TrainingStoppedError(
             f"the teacher's tokenizer can write nothing of the answers of step {step}: nothing is left to train on. Choose a "
@@ -134,7 +140,9 @@ def scored_rollouts(
     return found
 
 
-def evidence_of(batch: TokenBatch, *, mask: Tensor | None = None, progress: float | None = None) -> Evidence:
+def evidence_of(
+    batch: TokenBatch, *, mask: Tensor | None = None, progress: float | None = None, agreement: float | None = None
+) -> Evidence:
     """A batch as formulas see it, [B, T]; `mask` leaves out tokens that do not teach, as do spans that nobody scored."""
 
     def padded(values: Tensor | None) -> Tensor | None:
@@ -149,6 +157,7 @@ def evidence_of(batch: TokenBatch, *, mask: Tensor | None = None, progress: floa
         spans=spans,
         reference_logprobs=padded(batch.reference_logprobs),
         progress=progress,
+        agreement=agreement,
         rollout_logprobs=padded(batch.rollout_logprobs),
         **{name: batch.pad(values) for name, values in batch.more.items()},
     )
@@ -157,8 +166,14 @@ def evidence_of(batch: TokenBatch, *, mask: Tensor | None = None, progress: floa
 def loss_columns(
     objective: Objective, batch: TokenBatch, evidence: Evidence, signal: TrainingSignal | None = None
 ) -> dict[str, Tensor]:
-    """What the objective's loss needs of each of the batch's tokens, [N]."""
-    columns = objective.columns(evidence, signal or objective.signal(evidence))
+    """What the objective's loss needs of each of the batch's tokens, [N], and how their gradient is split in two."""
+    signal = signal or objective.signal(evidence)
+    columns = objective.columns(evidence, signal)
+    of = signal.of_spans or signal
+    before, after = split(of.gap, of.mask, of.weights, of.supervised)
+    if evidence.spans is not None:
+        before, after = map(algo.spans.Spans.of(evidence.spans, evidence.mask).expand, (before, after))
+    columns |= {BEFORE: before, AFTER: after}
     states = {} if batch.teacher_states is None else {STATES: batch.teacher_states}
     return {name: values[batch.mask] for name, values in columns.items()} | states
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from iwopd.algo.agreement import RunningMean
 from iwopd.errors import UserError
 from iwopd.types import StepStats
 
@@ -33,6 +35,14 @@ class TrainingState:
     """By the student, in training."""
     tokens_per_prompt: float | None = None
     """Of the last step."""
+    agreement_total: float = 0.0
+    agreement_count: float = 1.0
+    """Running mean of the agreement of gradients (`algo.agreement`)."""
+
+    @property
+    def agreement(self) -> float:
+        """0 before the first step."""
+        return RunningMean(self.agreement_total, self.agreement_count).mean
 
     def prompts(self, tokens_per_step: int | None) -> int | None:
         """How many prompts the next step takes so that the run writes so many tokens a step; None: the usual number.
@@ -53,6 +63,9 @@ class TrainingState:
         if prompts := int(stats.metrics["prompts"]):  # else others wrote all answers
             self.tokens_per_prompt = tokens / prompts
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        found = stats.metrics.get("gradient/agreement", math.nan)
+        running = RunningMean(self.agreement_total, self.agreement_count).add(found if math.isfinite(found) else None)
+        self.agreement_total, self.agreement_count = running.total, running.count
 
     def note(self, step: int, accuracy: float | None) -> bool:
         """Whether this is the best yet (and if it is, remember it)."""

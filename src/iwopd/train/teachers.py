@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from iwopd.config import Config, ConfigError, TeacherSource
 from iwopd.config.own_teacher_checks import otherwise_moved
 from iwopd.data.teacher_view import PromptTemplate, foreign_prompt
+from iwopd.devices import check_device
 from iwopd.model_facts import context_length
 from iwopd.teacher.foreign import ForeignScorer, Reader
 from iwopd.teacher.prompted import PromptedScorer
@@ -58,8 +58,15 @@ def has_local_teacher(config: Config) -> bool:
     return first or any(other.model is not None for other in config.teacher.others.values())
 
 
+def check_named_devices(config: Config) -> None:
+    """Refuse a device of the teacher's, or of an average, that is not here."""
+    for name, given in (("ema.device", config.ema.device), ("models.teacher_device", config.models.teacher_device)):
+        if given not in (None, "auto"):
+            check_device(str(given), name)
+
+
 def check_teacher_device(config: Config, ranks: int) -> None:
-    """Refuse a device that all `ranks` processes of a machine would load their own copy of the teacher onto."""
+    """Refuse a device that all `ranks` processes of a machine would load their own teacher onto."""
     if config.keeps_average and ranks > 1 and ":" in (config.ema.device or ""):
         raise ConfigError(
             f"ema.device = {config.ema.device!r} with {ranks} processes on a machine: each would keep its average there. Leave "
@@ -121,4 +128,6 @@ def _scorer(
 
 def _notify(config: Config) -> Callable[[str], None]:
     """Straight to the terminal: waiting for a server may begin before the tracker exists."""
-    return (lambda _: None) if config.tracking.console == "off" else partial(print, file=sys.stderr, flush=True)
+    if config.tracking.console == "off":
+        return lambda _: None
+    return lambda text: print(text, file=sys.stderr, flush=True)  # the stderr of that moment: a display may stand there

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from iwopd.algo.evidence import FURTHER
@@ -101,7 +100,7 @@ def token_ratio(tokenizer: Any, prompts: Sequence[Prompt]) -> float:
 
 def read_files(source: ModelSource, trust_remote_code: bool) -> tuple[Any, Any, Any, str]:
     """Tokenizer, config and generation config of a model as far as they can be read, and what went wrong."""
-    return (_read if is_path(source.path) else _read_once)(source, trust_remote_code)
+    return (_read_once if source.is_hub_id else _read)(source, trust_remote_code)
 
 
 def _read(source: ModelSource, trust_remote_code: bool) -> tuple[Any, Any, Any, str]:
@@ -117,10 +116,6 @@ def _read(source: ModelSource, trust_remote_code: bool) -> tuple[Any, Any, Any, 
 
 _read_once = lru_cache(maxsize=64)(_read)
 """For the hub: many recipes name the same few models, and a hub that does not answer takes its time."""
-
-
-def is_path(path: str) -> bool:
-    return path.startswith(("/", ".", "~")) or path.count("/") != 1 or Path(path).exists()
 
 
 def _source(path: str | None) -> ModelSource | None:

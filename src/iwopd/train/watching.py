@@ -19,8 +19,10 @@ from iwopd.types import Piece
 class Watching:
     """A `rollout.sampler.Watcher` over the answers of one step. The teacher's scores are kept for the update."""
 
-    def __init__(self, horizon: Drift, follower: Follower) -> None:
+    def __init__(self, horizon: Drift, follower: Follower, agreement: float = 0.0) -> None:
+        """`agreement` is that of the gradients so far, for rules that follow it."""
         self._horizon, self._follower = horizon, follower
+        self._params = {**horizon.params, **({"agreement": agreement} if horizon.follows_gradients else {})}
         self._gaps: dict[int, list[Tensor]] = {}
         self._scores: dict[int, list[TokenScores]] = {}
 
@@ -40,7 +42,7 @@ class Watching:
         for piece, scores, gap in zip(pieces, found, gaps, strict=True):
             self._scores.setdefault(piece.row, []).append(scores)
             self._gaps.setdefault(piece.row, []).append(gap)
-        going = [piece.row for piece in pieces if not piece.ended]
+        going = [piece.row for piece in pieces if not (piece.ended or self._horizon.spares(piece.prompt.id))]
         stopped = {row for row, low in zip(going, self._low(going), strict=True) if low}
         gone = [piece.row for piece in pieces if piece.ended or piece.row in stopped]
         self._follower.leave(gone)
@@ -55,7 +57,7 @@ class Watching:
         gaps = [torch.cat(self._gaps[row]) for row in rows]
         mask = pad_sequence([torch.ones_like(gap, dtype=torch.bool) for gap in gaps], batch_first=True)
         horizon = self._horizon
-        weights = next_weights(pad_sequence(gaps, batch_first=True), mask, horizon.weights, horizon.params)
+        weights = next_weights(pad_sequence(gaps, batch_first=True), mask, horizon.weights, self._params)
         found: list[bool] = (weights < horizon.threshold).tolist()
         return found
 

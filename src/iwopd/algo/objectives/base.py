@@ -262,6 +262,8 @@ class Objective(ABC):
             return f"normalize = {self.params['normalize']!r} needs the mean over the batch"
         if "progress" in self.needs:
             return "it follows the training progress"
+        if "agreement" in self.needs:
+            return "it follows the gradients of the steps before"
         if self.rule.supervised is not None:
             return "tokens that it does not supervise leave the loss's denominator"
         return None
@@ -355,6 +357,6 @@ class Objective(ABC):
         ids = torch.full((1, 2, 1), NO_ID)
         more = dict.fromkeys([*FURTHER, "support_rest"], nothing)
         evidence = Evidence(
-            nothing, nothing, nothing == 0, nothing, 0.0, support_ids=ids, support_logprobs=torch.zeros(1, 2, 1), **more
+            nothing, nothing, nothing == 0, nothing, 0.0, 0.0, support_ids=ids, support_logprobs=torch.zeros(1, 2, 1), **more
         )
         self.columns(evidence, self.signal(evidence))

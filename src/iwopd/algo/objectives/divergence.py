@@ -40,7 +40,7 @@ class Divergence(Objective):
     formula: ClassVar[str] = "mean of w D_t,  D_t of student p and teacher q: " + ";  ".join(
         f"{name}: {one.formula}" for name, one in DIVERGENCES.items()
     )
-    source: ClassVar[str] = "the local D_t of Appendix A.3, trained on itself; weights as in Eq. 13; GKD; DistiLLM"
+    source: ClassVar[str] = "the local D_t of Appendix A.3 (Eq. 53), trained on itself; weights as in Eq. 11; GKD; DistiLLM"
 
     of_the_method: ClassVar[tuple[str, ...]] = ("divergence", "support", "k", "support_of", "beta", "alpha")
     conditions: ClassVar[Mapping[str, tuple[str, tuple[str, ...]]]] = {

@@ -13,8 +13,9 @@ micro-batches the inner one. If the batch is one micro-batch, its forward pass i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,14 +105,22 @@ def cosines(
     rows: Sequence[int],
     budget: int = TOKEN_BUDGET,
     advance: Advance = lambda directions: None,
+    known: MutableMapping[str, float] | None = None,
+    name: str = "",
 ) -> dict[str, float]:
     """Cosine of updates on some of the batch's rollouts with the gradient towards the solutions of their prompts.
 
-    `directions` are coefficients [B, T] by name. NaN of no rollouts.
+    `directions` are coefficients [B, T] by name. NaN of no rollouts. What is in `known`, under this name and the direction's,
+    is taken from there; what is not is put there.
     """
     if not rows:
         advance(len(directions))
         return dict.fromkeys(directions, math.nan)
+    kept: MutableMapping[str, float] = {} if known is None else known
+    found = {key: kept[f"{name}/{key}"] for key in directions if f"{name}/{key}" in kept}
+    advance(len(found))
+    if len(found) == len(directions):
+        return found
     rollouts = [batch.rollouts[row] for row in rows]
     asked = {rollout.prompt.id: torch.tensor(rollout.prompt.token_ids) for rollout in rollouts}
     solutions = [batch.solutions[id_] for id_ in asked]
@@ -119,10 +128,10 @@ def cosines(
     target = TokenGradients(lm, list(asked.values()), solutions, budget).of(every_token)
     prompts = [asked[rollout.prompt.id] for rollout in rollouts]
     updates = TokenGradients(lm, prompts, [rollout.response_ids for rollout in rollouts], budget)
-    found = {}
     for key, coefficients in directions.items():
-        found[key] = cosine(updates.of(coefficients[list(rows)]), target)
-        advance(1)
+        if key not in found:
+            found[key] = kept[f"{name}/{key}"] = cosine(updates.of(coefficients[list(rows)]), target)
+            advance(1)
     return found
 
 
@@ -133,19 +142,22 @@ def measure_alignment(
     drift: Drift,
     split: Sequence[str] = (),
     advance: Advance = lambda directions: None,
+    known: MutableMapping[str, float] | None = None,
 ) -> Alignment:
     """Cosines over batches, with t intervals and paired differences to plain OPD (the rule `opd`).
 
-    `split` names the rules that are also looked at on right and on wrong rollouts.
+    `split` names the rules that are also looked at on right and on wrong rollouts. `known`: cosines that were measured before,
+    to which new ones are added.
     """
     lm.model.eval()
     rows: list[dict[str, float]] = []
-    for batch in batches:
+    for number, batch in enumerate(batches):
         directions = _directions(batch, rules, drift.threshold)
-        found = cosines(lm, batch, directions, range(len(batch.rollouts)), advance=advance)
+        told: Any = {"advance": advance, "known": known}
+        found = cosines(lm, batch, directions, range(len(batch.rollouts)), name=f"{number}", **told)
         few = {key: directions[key] for key in split}
         for side in SIDES if few else ():
-            on_side = cosines(lm, batch, few, batch.verdict(side == "right"), advance=advance)
+            on_side = cosines(lm, batch, few, batch.verdict(side == "right"), name=f"{number}/{side}", **told)
             found |= {_on_side(key, side): value for key, value in on_side.items()}
         rows.append(found)
 
@@ -174,6 +186,12 @@ def measure_alignment(
         verdicts=[by_verdict(rule) for rule in rules if rule.key in split] if compared else [],
         compared=compared,
     )
+
+
+def gradient_passes(batches: Sequence[AlignmentBatch], directions: int, split: int) -> int:
+    """Passes with gradients that it takes: one of each direction, and one towards the solutions, for all and for each side."""
+    sides = sum(len(SIDES) * (split + 1) for batch in batches if split and batch.verdict(right=True))
+    return len(batches) * (directions + 1) + sides
 
 
 def _on_side(key: str, side: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from iwopd.algo.gradients import cosine, expected_cosine, noise_over_signal, ske
 from iwopd.algo.horizons import cut_lengths
 from iwopd.analysis.probe.alignment import Advance, AlignmentBatch, TokenGradients
 from iwopd.analysis.probe.intervals import Bootstrap, jackknife, over_batches
+from iwopd.analysis.probe.kept import Kept
 from iwopd.analysis.probe.result import Estimate, HorizonEffect, Horizons, KeptUpdate
 from iwopd.analysis.probe.rules import Rule
 from iwopd.analysis.probe.scoring import Tokens
@@ -89,12 +91,19 @@ def measure_horizons(
     batches: Sequence[AlignmentBatch],
     rules: Sequence[Rule],
     advance: Advance = lambda directions: None,
+    kept: Kept | None = None,
 ) -> Horizons:
-    """Tokens from all rollouts, with intervals over prompts; updates of `rules` from batches, with intervals over them."""
+    """Tokens from all rollouts, with intervals over prompts; updates of `rules` from batches, with intervals over them.
+
+    Those of a batch are kept as soon as they are known.
+    """
     lm.model.eval()
     mean = float(tokens.mask.sum(-1).double().mean())
     cuts = probe_cuts(mean)
-    by_batch = [_of_batch(lm, batch, cuts, rules, advance) for batch in batches]
+    by_batch = [
+        _kept_or(kept or Kept(), number, len(cuts) * len(rules), advance, partial(_of_batch, lm, batch, cuts, rules, advance))
+        for number, batch in enumerate(batches)
+    ]
     updates = {key: _joined([found[key] for found in by_batch]) for key in by_batch[0]}
     return Horizons(
         batches=len(batches),
@@ -131,6 +140,25 @@ def _of_batch(
             found[cut.key, rule.key] = same
             advance(1)
     return found
+
+
+def _kept_or(
+    kept: Kept, number: int, count: int, advance: Advance, measure: Callable[[], dict[tuple[str, str], Updates]]
+) -> dict[tuple[str, str], Updates]:
+    """The updates on a batch as they were kept, or measured and kept."""
+    name = f"horizons-{number}"
+    if (before := kept.tensors(name)) is not None and (solutions := kept.read(name)) is not None:
+        advance(count)
+        return {_pair(key): Updates(sketches, solutions[key]) for key, sketches in before.items()}
+    found = measure()
+    kept.keep_tensors(name, {"|".join(key): updates.sketches for key, updates in found.items()})
+    kept.write(name, {"|".join(key): updates.solutions for key, updates in found.items()})
+    return found
+
+
+def _pair(key: str) -> tuple[str, str]:
+    cut, rule = key.split("|")
+    return cut, rule
 
 
 def _joined(parts: Sequence[Updates]) -> Updates:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from iwopd.analysis.probe.result import (
+    Agreement,
     Aligned,
     Alignment,
     Curve,
@@ -43,6 +44,7 @@ def print_probe(probe: Probe, console: Console) -> None:
         "likelihood": _likelihood,
         "rules": _rules,
         "alignment": _alignment,
+        "agreement": _agreement,
         "horizons": _horizons,
     }
     for name, show in shows.items():
@@ -145,6 +147,13 @@ def _verdicts(part: Alignment) -> Table:
     table = _table(title, "update", "right", "wrong", "wrong minus right")
     for row in part.verdicts:
         table.add_row(row.title, row.right.plus_minus(), row.wrong.plus_minus(), row.difference.plus_minus(sign="+"))
+    return table
+
+
+def _agreement(part: Agreement) -> Table:
+    title = f"Gradients of the tokens before and after drifts, {part.batches} batches of {part.batch_prompts} prompts"
+    table = _table(title, "", "cosine", "counted by the rule gated, %")
+    table.add_row("agreement", part.cosine.plus_minus(sign="+"), _number(part.gate, ".0f", 100.0))
     return table
 
 

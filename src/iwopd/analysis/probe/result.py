@@ -17,7 +17,7 @@ from iwopd.filesystem import write_atomic
 
 FORMAT = 1
 PROBE_FILE = "probe.json"
-MEASURED = ("handoff", "positions", "drift", "overlap", "likelihood", "rules", "alignment", "horizons")
+MEASURED = ("handoff", "positions", "drift", "overlap", "likelihood", "rules", "alignment", "agreement", "horizons")
 """Parts of a probe, each of which may be missing."""
 KEPT = 0.9
 """Least cosine of a proposed horizon's expected update with that of full rollouts, at the lower end of its interval. To first
@@ -220,6 +220,17 @@ class Alignment(Part):
     """Right rollouts of all batches that were compared with as many wrong ones."""
 
 
+class Agreement(Part):
+    """Whether the tokens after a drift pull where those before it do (`algo.agreement`), by the full-vocabulary reverse KL."""
+
+    batches: int
+    """Those that have tokens of both kinds."""
+    batch_prompts: int
+    cosine: Estimate
+    gate: Number
+    """How much the rule `gated` would let the tokens after a drift count, in [0, 1]."""
+
+
 class KeptUpdate(Part):
     """What is left of a method's update where a horizon has cut the rollouts."""
 
@@ -317,6 +328,7 @@ class Probe(Part):
     likelihood: Likelihood | None = None
     rules: Rules | None = None
     alignment: Alignment | None = None
+    agreement: Agreement | None = None
     horizons: Horizons | None = None
     bias: Bias = "unmeasurable"
     verdict: list[str] = Field(default_factory=list)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 import iwopd
 from iwopd import algo
 from iwopd.analysis.handoff import handoff_scores
-from iwopd.analysis.probe.alignment import REGIONS, SIDES, AlignmentBatch, measure_alignment
+from iwopd.analysis.probe.agreement import measure_agreement
+from iwopd.analysis.probe.alignment import REGIONS, SIDES, AlignmentBatch, gradient_passes, measure_alignment
 from iwopd.analysis.probe.horizons import METHODS, measure_horizons, probe_cuts
 from iwopd.analysis.probe.inputs import Material, Pair
 from iwopd.analysis.probe.intervals import Bootstrap
+from iwopd.analysis.probe.kept import Kept, identity_of, rollouts_as_json, rollouts_from_json
 from iwopd.analysis.probe.positions import measure_drift, measure_likelihood, measure_positions, measure_top_k_overlap
 from iwopd.analysis.probe.proposal import propose
 from iwopd.analysis.probe.result import Curve, Estimate, Handoff, Part, Probe, ProbeError, Rollouts
@@ -36,18 +39,31 @@ from iwopd.rope import fix_rope
 from iwopd.stages import StageListener
 from iwopd.types import Rollout, number_prompts
 
+WORTH_SAYING = 10.0
+"""Seconds from which on a part's time is estimated aloud."""
 CHUNK_PROMPTS = 64
 """Prompts that are sampled in one call: enough to fill a batch, few enough to show progress."""
 
 
-def run_probe(pair: Pair, material: Material, settings: ProbeSettings, progress: StageListener | None = None) -> Probe:
-    """Measure what can be measured, and say what cannot and why. The pair's teacher is let go of on the way."""
-    return _Run(pair, material, settings, progress or StageListener()).finish()
+def run_probe(
+    pair: Pair,
+    material: Material,
+    settings: ProbeSettings,
+    progress: StageListener | None = None,
+    keep: Path | None = None,
+) -> Probe:
+    """Measure what can be measured, and say what cannot and why. The pair's teacher is let go of on the way.
+
+    keep: a folder for what is measured on the way; a probe of the same models, prompts and settings goes on from it. It may go
+    once the result is in a safe place.
+    """
+    kept = Kept() if keep is None else Kept(keep, identity_of(pair, material, settings))
+    return _Run(pair, material, settings, progress or StageListener(), kept).finish()
 
 
 class _Run:
-    def __init__(self, pair: Pair, material: Material, settings: ProbeSettings, progress: StageListener) -> None:
-        self.pair, self.material, self.settings, self.progress = pair, material, settings, progress
+    def __init__(self, pair: Pair, material: Material, settings: ProbeSettings, progress: StageListener, kept: Kept) -> None:
+        self.pair, self.material, self.settings, self.progress, self.kept = pair, material, settings, progress, kept
         self.missing: dict[str, str] = {part: "left out with --skip" for part in PARTS if part in settings.skip}
         self.notes = list(material.notes)
         self.seconds: dict[str, float] = {}
@@ -92,7 +108,12 @@ class _Run:
 
     def _sample(self) -> list[Rollout]:
         prompts = self.material.prompts
-        rollouts = []
+        if (before := self.kept.read("rollouts")) is not None:
+            self.progress.say(
+                f"going on with a probe that was stopped: {len(before)} rollouts, {len(self.kept.numbers)} cosines"
+            )
+            return rollouts_from_json(before, prompts)
+        rollouts: list[Rollout] = []
         longest = max(len(prompt.token_ids) for prompt in prompts) + self.settings.max_tokens
         opened = self._sampler(self.settings.engine, self.pair.student, longest)
         with self._stage("rollouts", len(prompts)), opened as sampler:
@@ -103,6 +124,7 @@ class _Run:
                 except FloatingPointError as error:
                     raise ProbeError(f"the student {self.pair.student_name} cannot be sampled from: {error}") from None
                 self.progress.advance(len(part))
+        self.kept.write("rollouts", rollouts_as_json(rollouts))
         return rollouts
 
     def _look_at(self, rollouts: Sequence[Rollout]) -> Rollouts:
@@ -155,12 +177,27 @@ class _Run:
             return None
         top_k = min(self.settings.top_k, self.pair.vocab_size)
         methods = [rule.objective for rule in self.rules]
+        groups = [] if "agreement" in self.missing else self._groups(_by_prompt_id(answers, range(len(answers))))
         with self._stage("scores", len(answers)):
             try:
                 teacher, advance = self._lm(self.pair.teacher), self.progress.advance
-                return score_tokens(self.student, teacher, answers, top_k=top_k, methods=methods, advance=advance)
+                asked: Any = {"top_k": top_k, "methods": methods, "groups": groups}
+                tokens = score_tokens(self.student, teacher, answers, advance=advance, **asked)
             except algo.NonFiniteError as error:
                 raise ProbeError(f"the pair cannot be scored: {error}; the weights of one of them may hold NaN") from None
+        self._agreement(tokens, [answers[row].prompt.id for row in groups[0]] if groups else [])
+        return tokens
+
+    def _agreement(self, tokens: Tokens, prompts: Sequence[str]) -> None:
+        """`prompts`: of the rollouts of a batch."""
+        found = measure_agreement(tokens.agreements, len(set(prompts)))
+        if found is not None:
+            self.parts["agreement"] = found
+        elif tokens.agreements:
+            nothing = "the rollouts lose nothing under the teacher, or the student is certain of all its tokens"
+            self._miss(["agreement"], f"no batch has a gradient both before and after drifts: {nothing}")
+        else:
+            self._miss(["agreement"], "the output head of one of the models is more than a matrix")
 
     def _handoff(self, rollouts: Sequence[Rollout], verdicts: Sequence[float], about: Rollouts) -> None:
         material, settings = self.material, self.settings
@@ -170,6 +207,9 @@ class _Run:
         known = [rollouts[row] for row in judged]
         if material.check is None or not known:
             self._miss(["handoff"], "the prompts have no answers to check: name a --task, or add the field 'answer'")
+            return
+        if (before := self.kept.read("handoff")) is not None:
+            self.parts["handoff"] = Handoff.model_validate(before)
             return
         longest = max(len(rollout.prompt.token_ids) + len(rollout) for rollout in known) + settings.max_tokens
         opened = self._sampler(settings.teacher_engine, self.pair.teacher, longest)
@@ -195,6 +235,7 @@ class _Run:
             problems=len(own),
             continuations=settings.continuations,
         )
+        self.kept.write("handoff", self.parts["handoff"].model_dump())
 
     def _measure(self, tokens: Tokens, answers: Sequence[Rollout]) -> None:
         settings, vocabulary, advance = self.settings, self.pair.vocab_size, self.progress.advance
@@ -218,17 +259,24 @@ class _Run:
         if "alignment" not in self.missing and batches:
             split = [key for key in ("opd", iw_key(settings.gamma), "survival") if key in {rule.key for rule in self.rules}]
             split = split if tokens.correct is not None else []
-            directions = len(self.rules) + len(REGIONS) + len(SIDES) * len(split)
-            with self._stage("alignment", len(batches) * directions):
-                self.parts["alignment"] = measure_alignment(self.student, batches, self.rules, drift, split, advance)
+            directions = len(self.rules) + len(REGIONS)
+            numbers = self.kept.numbers
+            before, passes = len(numbers), gradient_passes(batches, directions, len(split))
+            with self._stage("alignment", len(batches) * (directions + len(SIDES) * len(split))):
+                heard = self._costs("alignment", passes, before, lambda _: len(numbers) > before)
+                self.parts["alignment"] = measure_alignment(self.student, batches, self.rules, drift, split, heard, numbers)
         if "horizons" not in self.missing:
             self._horizons(tokens, bootstrap, batches)
 
     def _horizons(self, tokens: Tokens, bootstrap: Bootstrap, batches: Sequence[AlignmentBatch]) -> None:
         rules = [rule for rule in self.rules if rule.key in METHODS]
         cuts = len(probe_cuts(float(tokens.mask.sum(-1).double().mean())))
+        before = sum(self.kept.read(f"horizons-{number}") is not None for number in range(len(batches))) * (
+            cuts * len(rules) + 1
+        )
         with self._stage("horizons", len(batches) * cuts * len(rules)):
-            found = measure_horizons(self.student, tokens, bootstrap, batches, rules, self.progress.advance)
+            heard = self._costs("horizons", len(batches) * (cuts * len(rules) + 1), before, lambda count: count == 1)
+            found = measure_horizons(self.student, tokens, bootstrap, batches, rules, heard, self.kept)
         self.parts["horizons"] = found
 
     def _batches(self, tokens: Tokens, answers: Sequence[Rollout]) -> list[AlignmentBatch]:
@@ -238,18 +286,25 @@ class _Run:
         solved = [row for row, rollout in enumerate(answers) if rollout.prompt.id in self.material.solutions]
         if not solved:
             self._miss(["alignment"], "there are no correct solutions: add the field 'solution' to the data")
-        rows: dict[str, list[int]] = {}
-        for row in solved or range(len(answers)):
-            rows.setdefault(answers[row].prompt.id, []).append(row)
         if self.missing.keys() >= {"alignment", "horizons"}:
             return []
-        count = min(self.settings.batches, len(rows))
-        size = min(self.settings.batch_prompts, len(rows) // count)
+        rows = _by_prompt_id(answers, solved or range(len(answers)))
+        count, size = self._batch_sizes(len(rows))
         if size < self.settings.batch_prompts:
             which = f"{len(rows)} prompts have solutions" if solved else f"there are {len(rows)} prompts"
             self.notes.append(f"{which}: gradients over {count} batches of {size} prompts")
-        groups = [list(rows)[start * size : (start + 1) * size] for start in range(count)]
-        return [self._batch(tokens, answers, [row for id_ in group for row in rows[id_]]) for group in groups]
+        return [self._batch(tokens, answers, group) for group in self._groups(rows)]
+
+    def _batch_sizes(self, prompts: int) -> tuple[int, int]:
+        """How many batches so many prompts make, and how many prompts each has."""
+        count = min(self.settings.batches, prompts)
+        return count, min(self.settings.batch_prompts, prompts // count)
+
+    def _groups(self, rows: dict[str, list[int]]) -> list[list[int]]:
+        """The rollouts of each batch, from those of each prompt: consecutive prompts."""
+        count, size = self._batch_sizes(len(rows))
+        prompts = list(rows)
+        return [[row for id_ in prompts[start * size : (start + 1) * size] for row in rows[id_]] for start in range(count)]
 
     def _batch(self, tokens: Tokens, answers: Sequence[Rollout], rows: list[int]) -> AlignmentBatch:
         rollouts = [answers[row] for row in rows]
@@ -269,6 +324,30 @@ class _Run:
         with choice.open(student) as engine:
             yield engine.sampler(settings)
 
+    def _costs(self, part: str, passes: int, before: int, is_pass: Callable[[int], bool]) -> Callable[[int], None]:
+        """Say what a part costs before it begins, and how long that takes once its first update is known.
+
+        `before`: passes of a probe that was stopped. Returns who hears of progress; `is_pass` tells what was measured just now.
+        """
+        left = passes - before
+        again = f", {before} of which were there already" if before else ""
+        how = f"--skip {part} leaves it out, and what is measured is kept if it is stopped"
+        self.progress.say(f"{part}: up to {passes} passes with gradients{again} ({how})")
+        began, told = time.perf_counter(), False
+
+        def heard(count: int) -> None:
+            nonlocal told
+            self.progress.advance(count)
+            if not told and is_pass(count):
+                told = True
+                seconds = (time.perf_counter() - began) / 2  # the first update, and the way to the solutions before it
+                if seconds * left > WORTH_SAYING:
+                    self.progress.say(
+                        f"{part}: the first pass took {seconds:.1f} s; all {left} take about {_duration(seconds * left)}"
+                    )
+
+        return heard
+
     def _miss(self, parts: Sequence[str], reason: str) -> None:
         for part in parts:
             self.missing.setdefault(part, reason)
@@ -281,11 +360,23 @@ class _Run:
         self.seconds[name] = time.perf_counter() - began
 
 
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def by_prompt(values: Tensor, numbers: Sequence[int]) -> Tensor:
     """Means [N] over the rollouts [B] of each prompt."""
     index = torch.tensor(numbers)
     sums = torch.zeros(int(index.max()) + 1, dtype=torch.float64).index_add_(0, index, values.double())
     return sums / index.bincount()
+
+
+def _by_prompt_id(rollouts: Sequence[Rollout], rows: Iterable[int]) -> dict[str, list[int]]:
+    """These rollouts' numbers by the prompts that they answer, in order."""
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        found.setdefault(rollouts[row].prompt.id, []).append(row)
+    return found
 
 
 def _empty(rollout: Rollout) -> bool:

@@ -1,4 +1,7 @@
-"""Every token of the rollouts under both models: log-probs, full-vocabulary KL, top-k overlap, and what methods ask for."""
+"""Every token of the rollouts under both models: log-probs, full-vocabulary KL, top-k overlap, and what methods ask for.
+
+Both models' hidden states are at hand here, so the agreement of gradients is taken on the way.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from iwopd.algo.evidence import FURTHER, Evidence
 from iwopd.algo.objectives import Objective
 from iwopd.algo.top_k import top_k_overlap
 from iwopd.algo.views import TokenScores, Wanted, joined_scores, scores_of_logits
+from iwopd.analysis.probe.agreement import GroupedParts
 from iwopd.lm import ResponseModel, Sequences
 from iwopd.own_head import chunk_rows
 from iwopd.types import Rollout, number_prompts
@@ -46,9 +50,17 @@ class Tokens:
     """[B, T] what the methods under test ask for beside all this."""
     correct: Tensor | None = None
     """[B] the rollout's score in [0, 1], NaN where nobody can judge it; None: nobody can judge any."""
+    agreements: tuple[float, ...] = ()
+    """Agreement of gradients (`algo.agreement`) in each batch of prompts, NaN where it has none; empty: not measured."""
+
+    @property
+    def agreement(self) -> float:
+        """Mean over batches; 0 where it is not known, as at the first step of training."""
+        known = [value for value in self.agreements if not math.isnan(value)]
+        return sum(known) / len(known) if known else 0.0
 
     def evidence(self, objective: Objective) -> Evidence:
-        """What a method is applied to, at the beginning of training."""
+        """What a method is applied to, at the beginning of training; a gate stands where the measured agreement puts it."""
         further: dict[str, Tensor] = {}
         for name in FURTHER:
             if name not in objective.needs:
@@ -61,7 +73,8 @@ class Tokens:
                 further[name] = self.kl
             elif key in self.more:
                 further[name] = self.more[key]
-        return Evidence(self.teacher_logprobs, self.student_logprobs, self.mask, progress=0.0, **further)
+        given = (self.teacher_logprobs, self.student_logprobs, self.mask)
+        return Evidence(*given, progress=0.0, agreement=self.agreement, **further)
 
     def _spread(self, values: Tensor) -> Tensor:
         return values.to(self.student_logprobs.dtype)[:, None].expand(self.mask.shape)
@@ -76,6 +89,7 @@ class Tokens:
             prompts=[self.prompts[row] for row in rows],
             more={key: value[chosen, :width] for key, value in self.more.items()},
             correct=None if self.correct is None else self.correct[chosen],
+            agreements=self.agreements,
             **values,
         )
 
@@ -98,24 +112,33 @@ def score_tokens(
     *,
     top_k: int,
     methods: Sequence[Objective] = (),
+    groups: Sequence[Sequence[int]] = (),
     budget: int = TOKEN_BUDGET,
     advance: Callable[[int], None] = lambda rollouts: None,
 ) -> Tokens:
-    """Score the rollouts; needs at least one, none of them without tokens. `methods` say what else is to be known."""
+    """Score the rollouts; needs at least one, none of them without tokens. `methods` say what else is to be known.
+
+    `groups` of rollouts, by number: their gradients' agreement is measured, if both heads are matrices.
+    """
     lengths = [len(rollout.prompt.token_ids) + len(rollout) for rollout in rollouts]
     batches = student.micro_batches(lengths, budget)
     trial = Sequences.from_rollouts([rollouts[batches[-1][-1]]])  # the shortest
     for lm in (student, teacher):
         lm.check_head(trial, trained=lm is student)
     wanted = _wanted(methods, top_k)
+    parts = GroupedParts(groups if student.fused and teacher.fused else ())
     found: list[dict[Key, Tensor]] = [{} for _ in rollouts]
     for rows in batches:
         chosen = [rollouts[row] for row in rows]
-        ours, theirs, kl = _score(student, teacher, Sequences.from_rollouts(chosen), *wanted)
-        values = _numbers(ours, theirs, top_k, methods) | {("kl", 0): kl.cpu()}
+        lengths = [len(rollout) for rollout in chosen]
+        seen = _score(student, teacher, Sequences.from_rollouts(chosen), *wanted, slopes=bool(groups))
+        values = _numbers(seen.student, seen.teacher, top_k, methods) | {("kl", 0): seen.kl.cpu()}
         for name, value in values.items():
-            for row, part in zip(rows, value.split([len(rollout) for rollout in chosen]), strict=True):
+            for row, part in zip(rows, value.split(lengths), strict=True):
                 found[row][name] = part
+        if seen.hidden is not None and seen.slopes is not None:
+            both = (scores.logprobs.split(lengths) for scores in (seen.student, seen.teacher))
+            parts.add(rows, seen.hidden, seen.slopes, *both)
         advance(len(rows))
     columns = {name: pad_sequence([numbers[name] for numbers in found], batch_first=True) for name in found[0]}
     mask = pad_sequence([torch.ones(len(rollout), dtype=torch.bool) for rollout in rollouts], batch_first=True)
@@ -130,6 +153,7 @@ def score_tokens(
         shared=columns.pop(("shared", 0)),
         same_first=columns.pop(("same_first", 0)),
         more=columns,
+        agreements=parts.agreements,
     )
 
 
@@ -155,21 +179,47 @@ def _numbers(ours: TokenScores, theirs: TokenScores, top_k: int, methods: Sequen
     return {(name, 0): value for name, value in found.items()} | more
 
 
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """What both say of the N response tokens, row after row, on the CPU; and their KL [N]."""
+
+    student: TokenScores
+    teacher: TokenScores
+    kl: Tensor
+    hidden: Tensor | None = None
+    slopes: Tensor | None = None
+    """The student's hidden states and the KL's gradient by them, [N, H], if they are wanted and the heads are matrices."""
+
+
 @torch.no_grad()
 def _score(
-    student: ResponseModel, teacher: ResponseModel, sequences: Sequences, of_student: Wanted, of_teacher: Wanted
-) -> tuple[TokenScores, TokenScores, Tensor]:
-    """What both say of the N response tokens, row after row, on the CPU; and their KL [N]."""
+    student: ResponseModel,
+    teacher: ResponseModel,
+    sequences: Sequences,
+    of_student: Wanted,
+    of_teacher: Wanted,
+    *,
+    slopes: bool,
+) -> _Seen:
     ours, theirs = sequences.to(student.device), sequences.to(teacher.device)
     if not (student.fused and teacher.fused):
-        return _own_scores(student, teacher, ours, theirs, of_student, of_teacher)
+        return _Seen(*_own_scores(student, teacher, ours, theirs, of_student, of_teacher))
     hidden, teacher_hidden = student.token_hidden(ours), teacher.token_hidden(theirs).to(student.device)
     (weight, bias), (teacher_weight, teacher_bias) = student.head, teacher.head
     own = student.head_scores(hidden, ours.response_ids, of_student)
     other = teacher.head_scores(teacher_hidden, ours.response_ids, of_teacher, own.top_ids)
     options: dict[str, Any] = {"bias": bias, "teacher_bias": teacher_bias, "vocab_size": student.vocab_size}
     options |= {"precision": student.head_precision, "temperature": student.temperature}
-    return own.cpu(), other.cpu(), algo.token_kl(hidden, weight, teacher_hidden, teacher_weight, **options)
+    if not slopes:
+        return _Seen(own.cpu(), other.cpu(), algo.token_kl(hidden, weight, teacher_hidden, teacher_weight, **options))
+    ones = torch.ones(len(hidden), device=hidden.device)
+    with torch.enable_grad():  # the loss has the KL of every token, and makes the gradient in the same pass
+        hidden.requires_grad_()
+        fixed = (weight.detach(), teacher_hidden, teacher_weight, ones, ones.bool())
+        options["bias"] = None if bias is None else bias.detach()
+        loss = algo.fused_divergence_loss(hidden, *fixed, kind=algo.DivergenceKind("reverse-kl"), denominator=1, **options)
+        (gradient,) = torch.autograd.grad(loss.loss, [hidden])
+    return _Seen(own.cpu(), other.cpu(), loss.values, hidden.detach(), gradient)
 
 
 def _own_scores(

@@ -11,7 +11,7 @@ from iwopd.analysis.handoff import FRACTIONS
 from iwopd.analysis.probe.result import ProbeError
 from iwopd.rollout.engine import LOCAL, EngineChoice
 
-PARTS = ("handoff", "positions", "overlap", "likelihood", "rules", "alignment", "horizons")
+PARTS = ("handoff", "positions", "overlap", "likelihood", "rules", "alignment", "agreement", "horizons")
 """What can be left out with --skip. `positions` includes the drift."""
 
 
@@ -34,7 +34,7 @@ class ProbeSettings:
     gamma: float = 0.5
     """Of IW-OPD, for the verdict."""
     batches: int = 8
-    batch_prompts: int = 32  # of each batch of the gradient alignment
+    batch_prompts: int = 32  # of each batch of gradients
     skip: frozenset[str] = frozenset()
     rules: tuple[str, ...] = ()
     """Further rules, as `name:param=value,...`."""

@@ -5,6 +5,7 @@ The thresholds are conventions, not findings; `docs/probe.md` lists them.
 
 from __future__ import annotations
 
+from iwopd.algo.drift_weights import LEAST
 from iwopd.analysis.probe.result import Aligned, Bias, Estimate, Handoff, Positions, Probe
 from iwopd.analysis.probe.rules import iw_key
 
@@ -29,8 +30,9 @@ def judge(probe: Probe, gamma: float) -> tuple[Bias, list[str]]:
     elif probe.positions is not None:
         bias, sentences = _from_discrepancy(probe.positions)
     else:
-        return "unmeasurable", ["Nothing was measured that could show a bias; see what is missing and why."]
-    sentences += _where(probe) + _drift(probe) + _by_verdict(probe)
+        nothing = "Nothing was measured that could show a bias; see what is missing and why."
+        return "unmeasurable", [nothing, *_agreement(probe)]
+    sentences += _where(probe) + _drift(probe) + _agreement(probe) + _by_verdict(probe)
     if bias == "none":
         return bias, [*sentences, PLAIN]
     return bias, sentences + _gamma(probe, gamma)
@@ -99,6 +101,25 @@ def _drift(probe: Probe) -> list[str]:
     return [f"{text}."]
 
 
+def _agreement(probe: Probe) -> list[str]:
+    """Do the tokens after a drift still teach? The threshold is that of the rule `gated`."""
+    if probe.agreement is None or (found := probe.agreement.cosine).mean is None:
+        return []
+    figures = f"agreement {_number(found.mean)}"
+    if found.low is None or found.high is None:
+        return [f"Whether the tokens after a drift pull the same way as those before it cannot be told ({figures}; one batch)."]
+    figures += f", {_number(found.low)} to {_number(found.high)}"
+    if found.low > LEAST:
+        kept = "they teach, and uniform weights keep them"
+        if (share := probe.agreement.gate) is not None and share < 1:
+            kept = f"they teach in part, and gated weights let them count {_percent(share)}"
+        return [f"The tokens after a drift pull the same way as those before it ({figures}): {kept}."]
+    if found.high < LEAST:
+        return [f"The tokens after a drift pull elsewhere or back ({figures}): survival weights leave them out."]
+    text = f"Whether the tokens after a drift pull the same way as those before it cannot be told ({figures}; they begin to"
+    return [f"{text} count at {_number(LEAST)}). More prompts would."]
+
+
 def _by_verdict(probe: Probe) -> list[str]:
     found = {one.key: one for one in probe.alignment.verdicts} if probe.alignment is not None else {}
     if "opd" not in found:
@@ -143,6 +164,10 @@ def _gain(found: dict[str, Aligned], key: str, gain: Estimate, gamma: float) -> 
 
 def _mean(estimate: Estimate | None) -> float:
     return 0.0 if estimate is None or estimate.mean is None else estimate.mean
+
+
+def _number(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "\u2212")
 
 
 def _percent(value: float | None) -> str:

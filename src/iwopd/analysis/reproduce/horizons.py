@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from iwopd.analysis.reproduce.runs import Effect, Runs
-from iwopd.analysis.reproduce.tables import Table, established, p, signed
+from iwopd.analysis.reproduce.runs import Runs
+from iwopd.analysis.reproduce.tables import NOT_RUN, Table, in_words, mean_alone
 from iwopd.analysis.reproduce.variants import KL, KL_SURVIVAL, OPD, SURVIVAL, Variant
-from iwopd.eval.statistics import Interval, t_quantile, t_two_sided
 
 THRESHOLDS = (0.5, 0.2, 0.05, 0.01)
 """That the search tries."""
-LEAST = 4
-"""Lineages that a verdict takes."""
 LOSS = 3.0
 """Points that a horizon may cost at the last step."""
 
@@ -42,13 +39,17 @@ SEARCHED: Mapping[str, Sequence[tuple[Variant, Sequence[Variant]]]] = {
 
 
 def share_written(runs: Runs, variant: Variant, whole: Variant, of: Runs | None = None) -> float:
-    """Tokens written over all steps of `runs`, as a share of those that whole answers take in the same steps (runs `of`)."""
+    """Tokens written over all steps of `runs`, as a share of those that whole answers take in the same steps (runs `of`).
 
-    def written(place: Runs, one: Variant) -> float:
-        tokens = place.metrics(one, "rollouts") * place.metrics(one, "rollout/length_mean")
-        return float(tokens[:, : runs.steps].sum())
+    Over the lineages and seeds that both have; NaN if there are none.
+    """
+    ours, theirs = runs.tokens(variant, runs.steps), (of or runs).tokens(whole, runs.steps)
+    both = [member for member in ours if member in theirs]
+    return sum(ours[one] for one in both) / sum(theirs[one] for one in both) if both else math.nan
 
-    return written(runs, variant) / written(of or runs, whole)
+
+def _share(share: float) -> str:
+    return NOT_RUN if math.isnan(share) else f"{share:.2f}"
 
 
 def search_table(runs: Runs, steps: Sequence[int]) -> tuple[Table, dict[str, Any]]:
@@ -57,8 +58,9 @@ def search_table(runs: Runs, steps: Sequence[int]) -> tuple[Table, dict[str, Any
     for whole, others in SEARCHED[runs.world]:
         for variant in (whole, *others):
             share = share_written(runs, variant, whole)
-            means = {step: runs.scores(variant, step).mean(1).mul(100).tolist() for step in steps}
-            rows.append([variant.title, *(" ".join(f"{one:.1f}" for one in means[step]) for step in steps), f"{share:.2f}"])
+            means = {step: list(runs.by_lineage(variant, step).values()) for step in steps}
+            listed = (" ".join(f"{one:.1f}" for one in means[step]) or NOT_RUN for step in steps)
+            rows.append([variant.title, *listed, _share(share)])
             numbers[variant.title] = {"accuracy": means, "tokens": share}
     return Table(["rollouts", *(f"step {step}, by lineage" for step in steps), "tokens"], rows), numbers
 
@@ -104,11 +106,11 @@ def bars_table(runs: Runs, steps: Sequence[int]) -> tuple[Table, dict[str, Any]]
     rows, numbers, half = [], {}, halfway(runs)
     for test in TESTED[runs.world]:
         for variant, place in ((test.whole, runs), (test.ours, runs), (test.control, half)):
-            means = {step: place.accuracy(variant, step).mean for step in steps if step <= place.steps}
+            means = {step: place.accuracy(variant, step) for step in steps if step <= place.steps}
             share = share_written(place, variant, test.whole, of=runs)
-            cells = [f"{means[step]:.1f}" if step in means else "" for step in steps]
-            rows.append([variant.title, *cells, f"{share:.2f}"])
-            numbers[variant.title] = {"accuracy": means, "tokens": share}
+            cells = [mean_alone(means[step]) if step in means else "" for step in steps]
+            rows.append([variant.title, *cells, _share(share)])
+            numbers[variant.title] = {"accuracy": {step: one.mean for step, one in means.items()}, "tokens": share}
     return Table(["rollouts", *(f"step {step}" for step in steps), "tokens"], rows), numbers
 
 
@@ -122,35 +124,15 @@ def registered(runs: Runs) -> list[str]:
     words, half = [], halfway(runs)
     for whole, ours, control, most in TESTED[runs.world]:
         share, spent = share_written(runs, ours, whole), share_written(half, control, whole, of=runs)
-        words.append(
-            f"{ours.title}: {100 * share:.1f} % of the tokens of whole answers (bar: at most {100 * most:.0f} %); the control "
-            f"{100 * spent:.1f} %."
-        )
-        late = by_lineage(runs, ours, runs, whole, runs.steps)
+        if not math.isnan(share + spent):
+            words.append(
+                f"{ours.title}: {100 * share:.1f} % of the tokens of whole answers (bar: at most {100 * most:.0f} %); the "
+                f"control {100 * spent:.1f} %."
+            )
+        late = runs.effect(ours, whole, runs.steps, family="late")
         kept = "excludes" if late.interval.low > -LOSS else "does not exclude"
-        words.append(
-            f"{ours.title} minus whole answers at step {runs.steps}: "
-            + over_lineages(late, f"the interval {kept} a loss of more than {LOSS:g} points")
-        )
-        ahead = by_lineage(runs, ours, half, control, half.steps)
-        sign = "established" if ahead.interval.mean > 0 else "established, the other way round"
-        verdict = sign if established(ahead) else "not distinguishable from zero"
-        words.append(f"{ours.title} minus {control.title} at step {half.steps}: {over_lineages(ahead, verdict)}")
+        says = f"the interval {kept} a loss of more than {LOSS:g} points"
+        words.append(in_words(f"{ours.title} minus whole answers at step {runs.steps}", late, says))
+        ahead = runs.effect(ours, control, half.steps, of=half, family="ahead")
+        words.append(in_words(f"{ours.title} minus {control.title} at step {half.steps}", ahead))
     return words
-
-
-def over_lineages(effect: Effect, verdict: str) -> str:
-    """With its verdict, if there are lineages enough for one."""
-    if effect.runs < LEAST:
-        return f"{effect.interval.mean:+.1f} points over {effect.runs} lineages: too few to tell, a verdict takes {LEAST}."
-    return f"{signed(effect)} points over {effect.runs} lineages (p {p(effect)}): {verdict}."
-
-
-def by_lineage(runs: Runs, variant: Variant, others: Runs, other: Variant, step: int) -> Effect:
-    """Paired difference in points, seeds averaged within a lineage: a t interval over lineages."""
-    difference = (runs.scores(variant, step) - others.scores(other, step)).mean(1)  # [lineages x seeds]
-    means = difference.view(len(runs.lineages), -1).mean(1).mul(100.0)
-    count, mean = len(means), float(means.mean())
-    error = max(float(means.std()) / count**0.5, 1e-12) if count > 1 else math.nan
-    half = t_quantile(0.95, count - 1.0) * error if count > 1 else math.nan
-    return Effect(Interval(mean, mean - half, mean + half), t_two_sided(mean / error, count - 1.0) if count > 1 else 1.0, count)

@@ -5,14 +5,16 @@ P2 and P6 need no training; they come from `iwopd probe` on the same models (`pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from iwopd.analysis.probe.result import Probe
-from iwopd.analysis.reproduce import horizons, objectives, tokenizers
+from iwopd.analysis.reproduce import horizons, objectives, rivals, tokenizers
+from iwopd.analysis.reproduce.effects import Families, minus
+from iwopd.analysis.reproduce.records import Record
 from iwopd.analysis.reproduce.runs import Runs
-from iwopd.analysis.reproduce.tables import ItemSection, Table, established, in_words, p, show, signed
+from iwopd.analysis.reproduce.tables import NOT_RUN, ItemSection, Table, established, in_words, p, show, signed
 from iwopd.analysis.reproduce.variants import (
     ABLATIONS,
     DIVERGENCES,
@@ -56,10 +58,14 @@ PAPER = {
     "horizons": "not in the paper: only what teaches is written",
     "divergences": "not in the paper: other divergences, and the likeliest ids only",
     "tokenizers": "not in the paper: a teacher with another tokenizer",
+    "rivals": "not in the paper: survival weights against their simplest rivals",
+    "rates": "not in the paper: survival weights and their rivals, each at three learning rates; a search",
+    "updates": "not in the paper's tables: several updates a batch, so that the ratio of policies is not 1",
+    "gate": "not in the paper: weights that follow the agreement of gradients before and after drifts",
 }
 """What the paper shows, and where."""
-Probes = Mapping[int, Probe]
-"""Results of `iwopd probe` by lineage."""
+Probes = Mapping[int, Record]
+"""What is kept of `iwopd probe` (`records.probe_record`), by lineage."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,8 @@ class Item:
     read: Read
     noise_of: Sequence[Variant] = ()
     """Methods whose gradient noise it shows."""
-    lineages: int = 2
-    seeds: int = 3
+    lineages: int = 4
+    seeds: int = 2
     """How many there are by default."""
     by_world: Mapping[str, Sequence[Variant]] = field(default_factory=dict)
     """Variants of an item that trains others in each world."""
@@ -89,10 +95,24 @@ class Item:
         return self.by_world.get(world, self.variants)
 
     def section(self, runs: Runs, probes: Probes) -> ItemSection:
-        return self.read(self, runs, probes)
+        """Read twice: first for the comparisons that it makes, then with Holm's correction over all of them."""
+        families = Families()
+        together = replace(runs, families=families)
+        self.read(self, together, probes)
+        families.correct()
+        found = self.read(self, together, probes)
+        return replace(found, words=[*found.words, *self._missing(runs, probes)])
 
     def make(self, tables: Sequence[Table], words: Sequence[str], **numbers: Any) -> ItemSection:
-        return ItemSection(self.key, self.title, PAPER[self.key], tables, words, numbers)
+        """Sentences about runs that are missing are empty, and left out."""
+        return ItemSection(self.key, self.title, PAPER[self.key], tables, [one for one in words if one], numbers)
+
+    def _missing(self, runs: Runs, probes: Probes) -> list[str]:
+        gone = runs.missing(self.trained(runs.world))
+        gone += horizons.halfway(runs).missing(self.halved.get(runs.world, ()))
+        unprobed = [str(lineage) for lineage in runs.lineages if self.needs_probe and lineage not in probes]
+        gone += [f"probes of lineages {', '.join(unprobed)}"] if unprobed else []
+        return [f"Not run: {'; '.join(gone)}."] if gone else []
 
 
 Read = Callable[[Item, Runs, Probes], ItemSection]
@@ -122,15 +142,15 @@ def _comparison(runs: Runs, variants: Sequence[Variant], baseline: Variant) -> t
         row = [variant.title, *(show(runs.accuracy(variant, step)) for step in steps)]
         cells: dict[str, Any] = {"accuracy": {step: runs.accuracy(variant, step) for step in (0, *steps)}}
         if variant is baseline:
-            row += ["", "", ""]
+            row += [""] * 4
         else:
             early, late = runs.effect(variant, baseline, first), runs.effect(variant, baseline, last)
-            row += [signed(early), signed(late), p(late)]
-            cells |= {"early": early.interval, "late": late.interval, "p": late.p_value}
+            row += [signed(early), p(early), signed(late), p(late)]
+            cells |= {"early": early.interval, "late": late.interval, "p": late.holm, "lineages": late.units}
         rows.append(row)
         numbers[variant.title] = cells
-    differences = [f"vs {baseline.title}, {step}" for step in (first, last)]
-    return Table(["method", *(f"step {step}" for step in steps), *differences, "p"], rows), numbers
+    differences = [head for step in (first, last) for head in (f"vs {baseline.title}, {step}", "Holm's p")]
+    return Table(["method", *(f"step {step}" for step in steps), *differences], rows), numbers
 
 
 @_item("p1", "first or last 30 % of the tokens", OPD, PREFIX, SUFFIX)
@@ -139,24 +159,26 @@ def _p1(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     base = runs.accuracy(OPD, 0)
     prefix, suffix = (_at_the_end(runs, variant, OPD) for variant in (PREFIX, SUFFIX))
     far = runs.accuracy(SUFFIX, runs.steps).mean - base.mean
-    words = [f"Base {show(base)}. {prefix}", f"{suffix} Suffix-30 ends {far:+.1f} points from the base."]
+    ends = "" if math.isnan(far) else f"Suffix-30 ends {far:+.1f} points from the base."
+    words = [f"Base {show(base)}. {prefix}".strip(), f"{suffix} {ends}".strip()]
     return item.make([table], words, methods=numbers)
 
 
 @_item("p2", "hand-off")
 def _p2(item: Item, runs: Runs, probes: Probes) -> ItemSection:
-    rows, falls, fractions = [], [], []
-    for lineage, probe in probes.items():
-        if probe.handoff is None or probe.handoff.student is None:
-            continue
-        fractions = probe.handoff.fractions
-        means = [_percent(mean) for mean in probe.handoff.teacher.mean]
-        rows.append([str(lineage), *(f"{mean:.1f}" for mean in means), f"{_percent(probe.handoff.student.mean):.1f}"])
-        falls.append(probe.handoff.fall)
+    found = {lineage: probe["handoff"] for lineage, probe in probes.items() if "handoff" in probe}
+    fractions: list[float] = next((one["fractions"] for one in found.values()), [])
+    rows = []
+    for lineage, one in found.items():
+        means = (f"{_percent(mean):.1f}" for mean in (*one["teacher"], one["student"]))
+        rows.append([str(lineage), *means])
     columns = ["lineage", *(f"{fraction:.0%}" for fraction in fractions), "student alone"]
-    listed = "; ".join(f"{_percent(f.mean):.0f} ({_percent(f.low):.0f} to {_percent(f.high):.0f})" for f in falls)
-    words = [f"From nothing to {max(fractions, default=0):.0%} of the student's answer the teacher loses, in points: {listed}."]
-    return item.make([Table(columns, rows)], words, falls=[fall.mean for fall in falls])
+    listed = "; ".join("{:.0f} ({:.0f} to {:.0f})".format(*map(_percent, one["fall"])) for one in found.values())
+    what = f"From nothing to {max(fractions, default=0):.0%} of the student's answer the teacher loses"
+    falls = {lineage: _percent(one["fall"][0]) for lineage, one in found.items()}
+    words = [f"{what}, in points, lineage by lineage (intervals over prompts): {listed}."] if found else []
+    words.append(in_words("Fall of its accuracy on that way", runs.judged("fall", falls)))
+    return item.make([Table(columns, rows)], words, falls=[one["fall"][0] for one in found.values()])
 
 
 def _at_the_end(runs: Runs, variant: Variant, baseline: Variant) -> str:
@@ -164,7 +186,11 @@ def _at_the_end(runs: Runs, variant: Variant, baseline: Variant) -> str:
 
 
 def _percent(value: float | None) -> float:
-    return float("nan") if value is None else 100.0 * value
+    return 100.0 * _number(value)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 @_item("p3", "IW-OPD against OPD", OPD, IW_OPD, OPD_FASTER, IW_MEAN_ONE)
@@ -185,14 +211,15 @@ def _p4(item: Item, runs: Runs, probes: Probes) -> ItemSection:
         opd, iw = sized(OPD, size), sized(IW_OPD, size)
         early, late = runs.effect(iw, opd, first), runs.effect(iw, opd, last)
         scores = [show(runs.accuracy(*place)) for place in ((opd, 0), (opd, last), (iw, last))]
-        rows.append([size, *scores, signed(early), signed(late)])
+        rows.append([size, *scores, signed(early), p(early), signed(late), p(late)])
         numbers[size] = {"early": early.interval, "late": late.interval}
-    columns = ["student", "base", "OPD", "IW-OPD", f"difference, {first}", f"difference, {last}"]
+    columns = ["student", "base", "OPD", "IW-OPD", f"difference, {first}", "Holm's p", f"difference, {last}", "Holm's p"]
     grows = numbers["small"]["late"].mean > numbers["medium"]["late"].mean > numbers["large"]["late"].mean
-    apart = numbers["small"]["late"].low > numbers["large"]["late"].high
+    gains = {size: runs.difference(sized(IW_OPD, size), sized(OPD, size), last) for size in SIZES}
+    ends = runs.judged("small - large", minus(gains["small"], gains["large"]))
     order = f"The differences are {'' if grows else 'not '}ordered as in the paper"
-    ends = "the ends are apart." if apart else "their intervals overlap: no trend is established."
-    words = [f"The smaller the student, the larger the size ratio. {order}, and {ends}"]
+    trend = in_words(f"Difference of the small student minus that of the large one at step {last}", ends)
+    words = [f"The smaller the student, the larger the size ratio. {order}. {trend}"] if ends.units else []
     return item.make([Table(columns, rows)], words, sizes=numbers)
 
 
@@ -201,7 +228,11 @@ def _p5(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     columns = ["method", "first step", "a quarter", "half", "last tenth", "fall"]
     rows, numbers = [], {}
     for variant in item.variants:
-        kl = runs.metrics(variant, "kl/sampled").mean(0)
+        found = runs.kl(variant)
+        if not len(found):
+            rows.append([variant.title, *[NOT_RUN] * 5])
+            continue
+        kl = found.mean(0)
         tail = kl[-max(1, runs.steps // 10) :].mean()
         values = [kl[0], kl[runs.steps // 4 - 1], kl[runs.steps // 2 - 1], tail]
         rows.append([variant.title, *(f"{float(value):.3f}" for value in values), f"{100 * float(1 - tail / kl[0]):.0f} %"])
@@ -214,18 +245,20 @@ def _p5(item: Item, runs: Runs, probes: Probes) -> ItemSection:
 def _p6(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     rows = []
     for lineage, probe in probes.items():
-        if probe.likelihood is not None:
-            parts = (probe.likelihood.student, probe.likelihood.teacher, probe.likelihood.difference)
-            rows.append([str(lineage), *(f"{part.mean:.1f} ({part.low:.1f} to {part.high:.1f})" for part in parts)])
-    words = ["Log-likelihood of whole answers of the untrained student, in nats; the curves are in the probe's report."]
+        if "likelihood" in probe:
+            parts = (probe["likelihood"][name] for name in ("student", "teacher", "difference"))
+            rows.append([str(lineage), *("{:.1f} ({:.1f} to {:.1f})".format(*map(_number, part)) for part in parts)])
+    words = [
+        "Log-likelihood of whole answers of the untrained student, in nats, intervals over prompts; curves: `iwopd probe`."
+    ]
     return item.make([Table(["lineage", "student", "teacher", "teacher minus student"], rows)], words)
 
 
 @_item("p7", "ideal ratio weights", OPD, *IDEAL, method("signed"), IW_OPD)
 def _p7(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     table, numbers = _comparison(runs, item.variants, OPD)
-    worst = min(IDEAL, key=lambda variant: runs.accuracy(variant, runs.steps).mean)
-    best = max(IDEAL, key=lambda variant: runs.accuracy(variant, runs.steps).mean)
+    made = [one for one in IDEAL if not math.isnan(runs.accuracy(one, runs.steps).mean)] or list(IDEAL)
+    worst, best = (choose(made, key=lambda one: runs.accuracy(one, runs.steps).mean) for choose in (min, max))
     signs = in_words("Signed minus unsigned (IW-OPD) at the last step", runs.effect(method("signed"), IW_OPD, runs.steps))
     return item.make([table], [_at_the_end(runs, worst, best), signs], methods=numbers)
 
@@ -235,8 +268,8 @@ def _p8(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     table, numbers = _comparison(runs, item.variants, OPD)
     apart = [v.title for v in item.variants if v is not OPD and established(runs.effect(v, OPD, runs.steps))]
     found = ", ".join(apart) if apart else "none"
-    chance = f"With {len(item.variants) - 1} comparisons one in twenty would be by chance."
-    words = [f"Different from OPD at the last step, taken one by one: {found}. {chance}"]
+    enough = any(runs.effect(variant, OPD, runs.steps).enough for variant in item.variants if variant is not OPD)
+    words = [f"Different from OPD at the last step, after Holm's correction: {found}."] if enough else []
     by_position = [("curriculum", "linear-decay"), ("linear-decay", "fixed-prefix")]
     for better, worse in (*by_position, ("iw-opd", "signed"), ("iw-opd", "surrogate-only")):
         effect = runs.effect(method(better), method(worse), runs.steps)
@@ -277,7 +310,7 @@ def _own(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     ]
 
     def best(method: Variant, step: int) -> Variant:
-        return max((faster(method, factor) for factor in RATES), key=lambda variant: runs.accuracy(variant, step).mean)
+        return runs.best((faster(method, factor) for factor in RATES), step)
 
     for step in (first, last):
         ours = best(SURVIVAL, step)
@@ -295,7 +328,6 @@ def _own(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     "objectives under the same weights, each at several learning rates",
     *(faster(variant, rate) for rate in objectives.RATES for variant in OBJECTIVES),
     noise_of=(OPD, method("baseline"), KL, SURVIVAL, KL_SURVIVAL),
-    lineages=4,
     seeds=1,
 )
 def _objectives(item: Item, runs: Runs, probes: Probes) -> ItemSection:
@@ -310,7 +342,6 @@ def _objectives(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     "divergences",
     "divergences, each at several learning rates",
     *(faster(variant, rate) for rate in objectives.RATES for variant in DIVERGENCES),
-    lineages=4,
     seeds=1,
 )
 def _divergences(item: Item, runs: Runs, probes: Probes) -> ItemSection:
@@ -325,14 +356,58 @@ def _thresholds(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     return item.make([table], ["A search on lineages that no test uses: it chooses the default threshold."], rows=numbers)
 
 
-@_item("horizons", "answers that stop at drift", by_world=horizons.tested(), halved=horizons.halved(), lineages=4, seeds=1)
+@_item("horizons", "answers that stop at drift", by_world=horizons.tested(), halved=horizons.halved(), seeds=1)
 def _horizons(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     table, numbers = horizons.bars_table(runs, _steps(runs))
     return item.make([table], horizons.registered(runs), rows=numbers)
 
 
-@_item("tokenizers", "a teacher with another tokenizer", *tokenizers.TESTED, lineages=4, seeds=2)
+@_item("tokenizers", "a teacher with another tokenizer", *tokenizers.TESTED)
 def _tokenizers(item: Item, runs: Runs, probes: Probes) -> ItemSection:
     steps = _steps(runs)
     table, numbers = tokenizers.by_lineage_table(runs, steps)
     return item.make([table], tokenizers.registered(runs, steps[1:]), accuracy=numbers)
+
+
+@_item(
+    "rivals",
+    "survival and its rivals",
+    by_world={world: rivals.rivals(world) for world in rivals.FIXED_TOKENS},
+    lineages=4,
+    seeds=1,
+)
+def _rivals(item: Item, runs: Runs, probes: Probes) -> ItemSection:
+    table, numbers = rivals.rivals_table(runs, _steps(runs))
+    shown = [variant.title for variant in rivals.drawn(runs.world)]
+    return item.make([table], rivals.rivals_words(runs, _steps(runs)), methods=numbers, shown=shown)
+
+
+@_item("gate", "the gate against the better of keeping and dropping", *rivals.GATE, rivals.GATED_STOPPED, lineages=4, seeds=1)
+def _gate(item: Item, runs: Runs, probes: Probes) -> ItemSection:
+    table, numbers = rivals.gate_table(runs, _steps(runs))
+    agreement = {variant.title: found for variant in rivals.GATE if (found := runs.agreement(variant))}
+    return item.make([table], rivals.gate_words(runs, _steps(runs)), methods=numbers, agreement=agreement)
+
+
+@_item(
+    "rates",
+    "survival and its rivals, each at several learning rates",
+    by_world={
+        world: [faster(variant, rate) for rate in objectives.RATES for variant in rivals.rivals(world)]
+        for world in rivals.FIXED_TOKENS
+    },
+    lineages=4,
+    seeds=1,
+)
+def _rates(item: Item, runs: Runs, probes: Probes) -> ItemSection:
+    steps, listed = _steps(runs), rivals.rivals(runs.world)
+    table, numbers = objectives.rates_table(runs, listed, steps)
+    words = [one for step in steps for one in objectives.at_their_best(runs, listed, step)]
+    return item.make([table], words, accuracy=numbers)
+
+
+@_item("updates", "several updates a batch", *rivals.UPDATES, lineages=4, seeds=1)
+def _updates(item: Item, runs: Runs, probes: Probes) -> ItemSection:
+    table, numbers = _comparison(runs, item.variants, rivals.UPDATES[0])
+    words = [_at_the_end(runs, variant, rivals.UPDATES[0]) for variant in rivals.UPDATES[1:]]
+    return item.make([table], words, methods=numbers)

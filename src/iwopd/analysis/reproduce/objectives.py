@@ -7,7 +7,7 @@ from typing import Any
 
 from iwopd.analysis.gradient_noise import GradientNoise
 from iwopd.analysis.reproduce.runs import Runs
-from iwopd.analysis.reproduce.tables import Table, in_words, show
+from iwopd.analysis.reproduce.tables import Table, in_words, mean_alone, show
 from iwopd.analysis.reproduce.variants import KL, KL_SURVIVAL, OPD, SURVIVAL, Variant, faster
 
 RATES = (1.0, 2.0, 4.0)
@@ -22,7 +22,7 @@ def rates_table(runs: Runs, variants: Sequence[Variant], steps: Sequence[int]) -
     rows, numbers = [], {}
     for variant in variants:
         cells = {(step, rate): runs.accuracy(faster(variant, rate), step) for step in steps for rate in RATES}
-        rows.append([variant.title, *(f"{cell.mean:.1f}" for cell in cells.values())])
+        rows.append([variant.title, *(mean_alone(cell) for cell in cells.values())])
         numbers[variant.title] = {f"step {step}, lr x {rate:g}": cell.mean for (step, rate), cell in cells.items()}
     return Table(columns, rows), numbers
 
@@ -37,17 +37,17 @@ def noise_table(noises: Noises) -> tuple[Table, dict[str, Any]]:
 
 def best(runs: Runs, variant: Variant, step: int) -> Variant:
     """At the learning rate that is best at this step, on these very runs."""
-    return max((faster(variant, rate) for rate in RATES), key=lambda one: runs.accuracy(one, step).mean)
+    return runs.best((faster(variant, rate) for rate in RATES), step)
 
 
 def registered(runs: Runs, steps: Sequence[int]) -> list[str]:
-    """The comparisons that were registered: whole distributions against the sampled token, at the same learning rate."""
-    pairs = ((KL, OPD), (KL_SURVIVAL, SURVIVAL))
-    return [
-        in_words(f"{ours.title} minus {theirs.title} at step {step}, same learning rate", runs.effect(ours, theirs, step))
-        for ours, theirs in pairs
-        for step in steps
-    ]
+    """The comparisons that were registered, a family: whole distributions against the sampled token, at one learning rate."""
+    words = []
+    for ours, theirs in ((KL, OPD), (KL_SURVIVAL, SURVIVAL)):
+        for step in steps:
+            effect = runs.effect(ours, theirs, step, family="registered")
+            words.append(in_words(f"{ours.title} minus {theirs.title} at step {step}, same learning rate", effect))
+    return words
 
 
 def at_their_best(runs: Runs, variants: Sequence[Variant], step: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from iwopd.analysis.reproduce.runs import Effect
-from iwopd.eval.statistics import Interval
+from iwopd.analysis.reproduce.effects import Effect
+from iwopd.eval.statistics import LEAST_UNITS, Interval
 
 
 @dataclass(frozen=True)
@@ -32,28 +33,56 @@ class ItemSection:
     numbers: dict[str, Any] = field(default_factory=dict)
 
 
+NOT_RUN = "not run"
+TOO_FEW = "too few to tell"
+
+
 def show(interval: Interval) -> str:
-    return f"{interval:.1f}"
+    """A mean with its interval, if it has one."""
+    if math.isnan(interval.mean):
+        return NOT_RUN
+    return f"{interval.mean:.1f}" if math.isnan(interval.low) else f"{interval:.1f}"
+
+
+def mean_alone(interval: Interval) -> str:
+    return NOT_RUN if math.isnan(interval.mean) else f"{interval.mean:.1f}"
 
 
 def signed(effect: Effect) -> str:
-    return f"{effect.interval:+.1f}"
+    if not effect.units:
+        return NOT_RUN
+    return f"{effect.interval:+.1f}" if effect.enough else f"{effect.interval.mean:+.1f}, {TOO_FEW}"
 
 
 def p(effect: Effect) -> str:
-    return "< 0.001" if effect.p_value < 0.001 else f"{effect.p_value:.3f}"
+    """Holm's; empty where there is no verdict."""
+    if not effect.enough:
+        return ""
+    return "< 0.001" if effect.holm < 0.001 else f"{effect.holm:.3f}"
 
 
 def established(effect: Effect) -> bool:
-    """Whether the 95 % interval leaves zero out."""
-    return effect.interval.low > 0 or effect.interval.high < 0
+    """Whether Holm's p is below 0.05, over lineages enough."""
+    return effect.established
 
 
-def in_words(what: str, effect: Effect) -> str:
-    verdict = "not distinguishable from zero"
-    if established(effect):
-        verdict = "established" if effect.interval.mean > 0 else "established, the other way round"
-    return f"{what}: {signed(effect)} points over {effect.runs} runs (p {p(effect)}): {verdict}."
+def verdict(effect: Effect) -> str:
+    if effect.established:
+        return "established" if effect.interval.mean > 0 else "established, lower"
+    if effect.alone:
+        return f"not established after Holm's correction over {effect.comparisons} comparisons"
+    return "not distinguishable from zero"
+
+
+def in_words(what: str, effect: Effect, says: str | None = None) -> str:
+    """A sentence with its verdict (or what else it says), if there are lineages enough for one; nothing if nothing was run."""
+    if not effect.units:
+        return ""
+    over = f"over {effect.units} lineage{'s' if effect.units > 1 else ''}"
+    if not effect.enough:
+        return f"{what}: {effect.interval.mean:+.1f} points {over}: {TOO_FEW}, a verdict takes {LEAST_UNITS}."
+    whose = "p" if effect.comparisons == 1 else f"Holm's p of {effect.comparisons}"
+    return f"{what}: {signed(effect)} points {over} ({whose} {p(effect)}): {says or verdict(effect)}."
 
 
 def print_section(section: ItemSection, console: Console) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+import iwopd
 from iwopd import tiny
-from iwopd.analysis.reproduce.horizons import by_lineage, over_lineages
-from iwopd.analysis.reproduce.runs import Effect, Runs
-from iwopd.analysis.reproduce.tables import Table
+from iwopd.analysis.reproduce.effects import Effect
+from iwopd.analysis.reproduce.records import Records
+from iwopd.analysis.reproduce.runs import Runs
+from iwopd.analysis.reproduce.tables import NOT_RUN, Table, in_words
 from iwopd.analysis.reproduce.variants import OPD, Variant
 from iwopd.eval.session import Request, run_evaluation
 from iwopd.stages import StageListener
@@ -31,12 +34,24 @@ def world_of(runs: Runs, variant: Variant, lineage: int) -> tiny.WorldRecipe:
 
 
 def teacher_accuracy(runs: Runs, variant: Variant, lineage: int) -> float:
-    """Of the teacher by itself on the problems of the runs, at temperature 1, in percent; kept beside the runs."""
-    folder = tiny.planned_world(world_of(runs, variant, lineage)).teacher
-    task = TASKS[runs.world]
+    """Of the teacher by itself on the problems of the runs, at temperature 1, in percent; recorded. NaN: not to be asked."""
+    recipe = world_of(runs, variant, lineage)
+    folder, task = tiny.planned_world(recipe).teacher, TASKS[runs.world]
+    records = Records(runs.results / "teachers.jsonl") if runs.results else None
+    key = f"{runs.world}-{lineage}-{folder.name}-{runs.problems}"
+    known = records.read().get(key) if records else None
+    if known is not None:
+        return float(known["accuracy"])
+    if runs.read_only:
+        return math.nan
+    tiny.open_world(recipe)
     request = Request(str(folder), [task], limit=runs.problems)
     found = run_evaluation(request, runs.root / "teachers" / folder.name, StageListener())
-    return 100.0 * float(torch.tensor(found[task]["scores"], dtype=torch.float64).mean())
+    accuracy = round(100.0 * float(torch.tensor(found[task]["scores"], dtype=torch.float64).mean()), 3)
+    if records:
+        place = {"world": runs.world, "lineage": lineage, "title": variant.title, "problems": runs.problems}
+        records.add([{"key": key, **place, "accuracy": accuracy, "iwopd": iwopd.__version__}])
+    return accuracy
 
 
 def by_lineage_table(runs: Runs, steps: Sequence[int]) -> tuple[Table, dict[str, Any]]:
@@ -44,7 +59,7 @@ def by_lineage_table(runs: Runs, steps: Sequence[int]) -> tuple[Table, dict[str,
     rows, numbers = [], {}
     for variant in TESTED:
         alone = [teacher_accuracy(runs, variant, lineage) for lineage in runs.lineages]
-        means = {step: _by_lineage(runs, variant, step) for step in (0, *steps)}
+        means = {step: list(runs.by_lineage(variant, step).values()) for step in (0, *steps)}
         rows.append([variant.title, _listed(alone), *(_listed(values) for values in means.values())])
         numbers[variant.title] = {"teacher": alone, "student": means}
     columns = ["accuracy, by lineage", "teacher alone", "student, untrained", *(f"step {step}" for step in steps)]
@@ -55,10 +70,9 @@ def registered(runs: Runs, steps: Sequence[int]) -> list[str]:
     """Another tokenizer minus the student's own, at each step. Lineages are the units."""
     words = []
     for step in steps:
-        effect = by_lineage(runs, FOREIGN, runs, OPD, step)
-        words.append(
-            f"Teacher with another tokenizer minus the student's own at step {step}: {over_lineages(effect, _verdict(effect))}"
-        )
+        effect = runs.effect(FOREIGN, OPD, step)
+        what = f"Teacher with another tokenizer minus the student's own at step {step}"
+        words.append(in_words(what, effect, _verdict(effect)))
     return words
 
 
@@ -70,11 +84,5 @@ def _verdict(effect: Effect) -> str:
     return f"{bar}; the interval {kept} a loss of more than {LOSS:g} points"
 
 
-def _by_lineage(runs: Runs, variant: Variant, step: int) -> list[float]:
-    """Seeds averaged, in percent."""
-    values: list[float] = runs.scores(variant, step).mean(1).view(len(runs.lineages), -1).mean(1).mul(100).tolist()
-    return values
-
-
 def _listed(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.1f}" for value in values)
+    return " ".join(f"{value:.1f}" for value in values if not math.isnan(value)) or NOT_RUN

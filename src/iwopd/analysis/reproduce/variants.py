@@ -18,6 +18,7 @@ class Variant:
     lr_factor: float = 1.0
     models: Mapping[str, str] = field(default_factory=dict)
     rollout: Mapping[str, Any] = field(default_factory=dict)
+    optim: Mapping[str, Any] = field(default_factory=dict)
 
     def with_rollout(self, title: str, **settings: Any) -> Variant:
         """The same with other settings of `[rollout]`."""

@@ -3,6 +3,7 @@
 from iwopd.cluster.plan.estimate import Plan, make_plan
 from iwopd.cluster.plan.gpus import GPUS, Gpu, PlanError, find_gpu
 from iwopd.cluster.plan.horizon import CutLengths
+from iwopd.cluster.plan.starting import memory_warnings
 from iwopd.cluster.plan.words import as_dict, report
 from iwopd.cluster.plan.workload import Workload, open_workload
 
@@ -16,6 +17,7 @@ __all__ = [
     "as_dict",
     "find_gpu",
     "make_plan",
+    "memory_warnings",
     "open_workload",
     "report",
 ]

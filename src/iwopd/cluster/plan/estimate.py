@@ -119,18 +119,29 @@ def _best(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Layout:
 def _alternatives(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Iterator[str]:
     """Changes of one thing after which it fits."""
 
-    def fits(what: Gpu, how_many: int, each: int) -> bool:
+    def fits(what: Gpu, how_many: int, each: int, work: Workload = work) -> bool:
         try:
             return any(layout.fits for layout in layouts(work, what, how_many, each))
         except PlanError:  # no split comes out even
             return False
 
+    asked = work.config.cluster.teacher_tensor_parallel
+    for more in (asked * 2**power for power in range(1, 4) if asked * 2**power <= gpus_per_node):
+        if fits(gpu, nodes, gpus_per_node, _with_shards(work, more)):
+            yield f"--cluster.teacher_tensor_parallel {more}"
+            break
     larger = sorted((other for other in GPUS.values() if other.memory > gpu.memory), key=lambda other: other.memory)
     yield from islice((f"--gpu {other.name}" for other in larger if fits(other, nodes, gpus_per_node)), 1)
     if nodes * gpus_per_node == 1:
         yield from islice((f"--gpus-per-node {n}" for n in (2, 4, 8) if fits(gpu, 1, n)), 1)
     else:
         yield from islice((f"--nodes {n}" for n in range(nodes + 1, 65) if fits(gpu, n, gpus_per_node)), 1)
+
+
+def _with_shards(work: Workload, shards: int) -> Workload:
+    """With so many GPUs for a copy of a teacher."""
+    cluster = work.config.cluster.model_copy(update={"teacher_tensor_parallel": shards})
+    return replace(work, config=work.config.model_copy(update={"cluster": cluster}))
 
 
 def _other_length(work: Workload, factor: float) -> Workload:

@@ -136,41 +136,70 @@ def _refuse_on_verl(work: Workload) -> None:
         raise PlanError(f"{error}, or plan for one GPU (--gpus-per-node 1)") from None
 
 
+def asked_layout(work: Workload, gpu: Gpu) -> Layout:
+    """The one that the launcher makes of these settings, whether it fits or not."""
+    _refuse_on_verl(work)
+    cluster = work.config.cluster
+    try:
+        split = pools(work.config)
+    except VerlError as error:
+        raise PlanError(str(error)) from None
+    machines = (cluster.nodes, cluster.gpus_per_node)
+    return _layout(work, gpu, *machines, split, cluster.teacher_tensor_parallel, work.vllm.tensor_parallel)
+
+
 def _on_verl(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, teacher_gpus: int) -> Iterator[Layout]:
-    """The smallest tensor-parallel sizes that fit this split; where none does, the largest."""
-    least = work.config.cluster.teacher_tensor_parallel
+    """The smallest tensor-parallel sizes that fit this split; where none does, the largest. What was asked for stays."""
+    cluster, vllm = work.config.cluster, work.vllm
+    least = cluster.teacher_tensor_parallel
     split: Pools | None = None
-    for shards in _doubled(least, gpus_per_node):
+    for shards in [least] if "teacher_tensor_parallel" in cluster.model_fields_set else _doubled(least, gpus_per_node):
         shared = _pools(work, nodes, gpus_per_node, teacher_gpus, shards)
         if shared is None or shards > max(least, shared.teacher.gpus_per_node):
             continue
         split, teacher_shards = shared, shards
-        teachers = [_teacher_need(work, name, teacher, gpu, shards) for name, teacher in work.teachers.items()]
+        teachers = _teacher_needs(work, gpu, shards)
         if all(need.verdict != "no" for need in teachers):
             break
-    if split is None or split.student.gpus % work.vllm.tensor_parallel:
+    if split is None or split.student.gpus % vllm.tensor_parallel:
         return
-    for rollout_shards in _divisors(work.vllm.tensor_parallel, split.student.gpus_per_node):
-        memory = work.on_verl(gpus=split.student.gpus, engine_shards=rollout_shards, gpu_memory=gpu.memory)
-        token = work.student.cache_elements * work.writing_bytes("verl") / rollout_shards
-        writing = _rollouts_need(work, gpu, memory, work.longest * token)
-        yield Layout(
-            trainer="verl",
-            gpu=gpu,
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            student_gpus=split.student.gpus,
-            student_nodes=split.student.nodes,
-            teacher_gpus=teacher_gpus,
-            rollout_shards=rollout_shards,
-            teacher_shards=teacher_shards,
-            teacher_copies=split.teacher_replicas,
-            needs=(_update_need(gpu, memory), writing, *teachers),
-            cache_tokens=memory.writer.cache / token,
-            largest_share=(gpu.memory / 1.1 - _kept(memory)) / gpu.memory,
-        )
-        if writing.verdict != "no":
+    sizes = _divisors(vllm.tensor_parallel, split.student.gpus_per_node)
+    for rollout_shards in sizes[:1] if "tensor_parallel" in vllm.model_fields_set else sizes:
+        found = _layout(work, gpu, nodes, gpus_per_node, split, teacher_shards, rollout_shards)
+        yield found
+        if found.needs[WRITING].verdict != "no":
             break
+
+
+WRITING = 1
+"""Place of the rollouts among the needs of a layout on verl."""
+
+
+def _layout(
+    work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, split: Pools, teacher_shards: int, rollout_shards: int
+) -> Layout:
+    memory = work.on_verl(gpus=split.student.gpus, engine_shards=rollout_shards, gpu_memory=gpu.memory)
+    token = work.student.cache_elements * work.writing_bytes("verl") / rollout_shards
+    writing = _rollouts_need(work, gpu, memory, work.longest * token)
+    return Layout(
+        trainer="verl",
+        gpu=gpu,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        student_gpus=split.student.gpus,
+        student_nodes=split.student.nodes,
+        teacher_gpus=split.teacher.gpus,
+        rollout_shards=rollout_shards,
+        teacher_shards=teacher_shards,
+        teacher_copies=split.teacher_replicas,
+        needs=(_update_need(gpu, memory), writing, *_teacher_needs(work, gpu, teacher_shards)),
+        cache_tokens=memory.writer.cache / token,
+        largest_share=(gpu.memory / 1.1 - _kept(memory)) / gpu.memory,
+    )
+
+
+def _teacher_needs(work: Workload, gpu: Gpu, shards: int) -> list[Need]:
+    return [_teacher_need(work, name, teacher, gpu, shards) for name, teacher in work.teachers.items()]
 
 
 def _pools(work: Workload, nodes: int, gpus_per_node: int, teacher_gpus: int, teacher_shards: int) -> Pools | None:
@@ -229,7 +258,8 @@ def _teacher_need(work: Workload, name: str, teacher: ModelShape, gpu: Gpu, shar
         "or use larger GPUs"
     )
     if engine > share * gpu.memory:
-        return Need(name, engine, share * gpu.memory, parts, remedy, margin=1.0)
+        own = {part: size for part, size in parts.items() if part != "logits"}
+        return Need(name, engine, share * gpu.memory, own, remedy, margin=1.0)
     return Need(name, total, gpu.memory, parts, remedy, ENGINE_MARGIN)
 
 

@@ -47,7 +47,7 @@ def read_model(source: ModelSource, setting: str, *, trust_remote_code: bool = F
         config, _ = load_configs(source, trust_remote_code=trust_remote_code)
         return ModelShape.of(config, str(source), "its config.json" if source.is_local else "config.json on the hub")
     except (ModelError, ValueError, AttributeError) as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0][:500] if str(error) else type(error).__name__
         raise PlanError(
             f"{setting} = {source}: its shape cannot be read ({reason}). Name a local folder that holds its "
             f"config.json (weights are not needed), or one of the models that are known without a network: {', '.join(PUBLIC)}"

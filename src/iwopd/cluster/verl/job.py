@@ -25,6 +25,8 @@ STAND_IN = "IWOPD_VERL_CPU"
 """For tests: the name of a module (`tests/verl_testing`) with which verl runs on CPUs."""
 LOCAL = "local"
 """Address that starts a Ray for this run."""
+RUNNING = "auto"
+"""Address of the Ray cluster that this machine belongs to."""
 CONNECT = 60.0
 """Seconds for a Ray cluster to answer."""
 GRACE = 60.0

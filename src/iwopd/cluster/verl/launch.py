@@ -12,7 +12,7 @@ from types import FrameType
 from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, examine
 from iwopd.cluster.verl.convert import adopt, check_ranks, full_disk, newest
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
-from iwopd.cluster.verl.job import LOCAL, VerlJob, check_size, command, ray_address, shown
+from iwopd.cluster.verl.job import LOCAL, RUNNING, VerlJob, check_size, command, ray_address, shown
 from iwopd.cluster.verl.metrics import MetricsFile, noise_warning, step_stats
 from iwopd.cluster.verl.pools import pools
 from iwopd.cluster.verl.prompts import load_order, write_prompts
@@ -38,7 +38,21 @@ def dry_run(config: Config, folder: Path, *, resume: bool = False, address: str 
     check_settings(config)
     where = places(config, folder, _launches(folder) + 1)
     found = newest(where.checkpoints) if resume else None
-    return shown(*command(config, where, ray_address(address), found[1] if found else None))
+    asked = ray_address(address)
+    address = RUNNING if asked == LOCAL and config.cluster.nodes > 1 else asked
+    return shown(*command(config, where, address, found[1] if found else None))
+
+
+def dry_run_notes(config: Config, folder: Path, address: str | None = None) -> Iterator[str]:
+    """What the command of a dry run takes for granted."""
+    if ray_address(address) == LOCAL and config.cluster.nodes > 1:
+        yield (
+            f"{config.cluster.nodes} machines need a Ray cluster, and none is named: the command asks for a running one "
+            f"(RAY_ADDRESS={RUNNING}). Start it (docs/cluster.md), and give --ray-address {RUNNING} without --dry-run"
+        )
+    where = places(config, folder, _launches(folder) + 1)
+    if missing := [file.name for file in (where.train_file, where.val_file) if not file.exists()]:
+        yield f"{where.folder} has no {' and '.join(missing)} yet: `iwopd train` without --dry-run writes them and starts this"
 
 
 def run_on_verl(
@@ -56,14 +70,15 @@ def run_on_verl(
     check_installed()
     address = ray_address(address)
     run = RunDirectory(folder)
+    note = ""
     if resume:
         run.check_resumable("verl")
     else:
-        run.check_free()
+        note = run.check_free()
     check_trackers(config.tracking.trackers)
     findings = list(examine(config, folder)) if doctor else []
     refuse(findings)
-    messages = [finding.text() for finding in findings if finding.level == "warn"]
+    messages = [*filter(None, [note]), *(finding.text() for finding in findings if finding.level == "warn")]
     check_size(config, address)
     open_world(config, progress)  # verl finds the models there
     order, tokenizer = load_order(config, messages.append)

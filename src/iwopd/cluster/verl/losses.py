@@ -109,7 +109,7 @@ def batch_evidence(data: Any, objective: Carried, progress: float | None = None)
         values = data[column]
         found[name] = no_padding_2_padding(values, data).squeeze(-1) if name == "teacher_logprobs" else padded(values)
     mask = found.pop("mask").bool()
-    known = {name: values.float() for name, values in found.items()}
+    known: dict[str, Any] = {name: values.float() for name, values in found.items()}
     # Without the teacher's log-probs there is no gap. It counts as 0, and nobody asks for it: see `carrying`.
     known.setdefault("teacher_logprobs", known["old_logprobs"])
     return Evidence(mask=mask, progress=progress, **known)

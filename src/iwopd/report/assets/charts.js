@@ -2,7 +2,7 @@
 "use strict";
 
 {
-  const { light, dark, dashes, markers } = report.page;
+  const { light, dark, markers } = report.page;
   const charts = report.data("charts");
   const hidden = new Set(report.recall("hidden") || []);
   const drawn = new Set();
@@ -42,7 +42,7 @@
       gridcolor: colours.grid, zerolinecolor: colours.line, linecolor: colours.line,
       ticksuffix: spec.percent ? " %" : "", rangemode: spec.zero ? "tozero" : "normal",
       automargin: true, fixedrange: !matchMedia("(pointer: fine)").matches, // a finger scrolls the page, a mouse zooms
-      nticks: 6, ...(spec.range ? { range: spec.range } : {}), ...(spec.percent && spec.range?.[1] >= 100 ? { tickvals: hundred, ticktext: hundred.map((value) => `${value} %`) } : {}),
+      nticks: 6, ...(spec.tick ? { dtick: spec.tick, tick0: 0 } : {}), ...(spec.range ? { range: spec.range } : {}), ...(spec.percent && spec.range?.[1] >= 100 ? { tickvals: hundred, ticktext: hundred.map((value) => `${value} %`) } : {}),
     };
   }
 
@@ -64,16 +64,16 @@
       traces.push({
         x: one.x, y: one.y, name: plain(one.label), visible, showlegend: one.legend,
         mode: few || one.x.length === 1 ? "lines+markers" : "lines",
-        line: { color: colour, width: one.legend ? 2.2 : 1.5, dash: dashes[(one.dash ?? turn) % dashes.length] },
+        line: { color: colour, width: one.legend ? 2.2 : 1.5, dash: one.line },
         marker: { symbol: markers[turn % markers.length], size: 7, color: colour },
         ...(one.low ? { customdata: one.x.map((_, i) => [one.low[i], one.high[i]]) } : {}),
         hovertemplate: one.low ? `%{y:${digits}}${unit} (%{customdata[0]:${digits}} to %{customdata[1]:${digits}})` : `%{y:${digits}}${unit}`,
       });
     }
-    for (const [label, height] of chart.lines) {
+    for (const [label, height, above] of chart.lines) {
       const ends = chart.x.range || [Math.min(...chart.series.flatMap((one) => one.x)), Math.max(...chart.series.flatMap((one) => one.x))];
       traces.push({
-        x: ends, y: [height, height], mode: "lines+text", name: plain(label), text: [plain(label), ""], textposition: "bottom right",
+        x: ends, y: [height, height], mode: "lines+text", name: plain(label), text: [`\u2002${plain(label)}`, ""], textposition: above ? "top right" : "bottom right",
         textfont: { size: 12, color: colours.soft }, line: { color: colours.soft, width: 1.4, dash: "dot" }, hoverinfo: "skip", showlegend: false,
       });
     }

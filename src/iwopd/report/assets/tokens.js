@@ -1,4 +1,4 @@
-// The token view: one rollout at a time is unpacked and drawn. `packing.py` says how rollouts are packed.
+// The token view: one rollout at a time is unpacked and drawn. `token_columns.py` says how rollouts are packed.
 "use strict";
 
 if (document.getElementById("token-view")) {
@@ -220,6 +220,8 @@ if (document.getElementById("token-view")) {
     const make = (tag, attributes) => { const made = document.createElementNS(NS, tag); for (const [k, v] of Object.entries(attributes)) made.setAttribute(k, v); return made; };
     strip.setAttribute("viewBox", `0 0 ${width} ${height}`);
     strip.setAttribute("aria-label", `${state.colour} along the answer`);
+    byId("t-strip-scale").replaceChildren();
+    byId("t-strip-places").replaceChildren();
     if (!values) { strip.replaceChildren(); return; }
     const count = Math.min(chosen.length, 300);
     const columns = Array.from({ length: count }, (_, c) => {
@@ -239,6 +241,17 @@ if (document.getElementById("token-view")) {
     const extra = [make("line", { x1: 0, x2: width, y1: y(0), y2: y(0) })];
     if (chosen.drift !== null) { const x = (chosen.drift * width) / chosen.length; extra.push(make("line", { x1: x, x2: x, y1: 0, y2: height, class: "drift" })); }
     strip.replaceChildren(...bars, ...extra);
+    // The scale: the ends, and zero where it is not too near to one of them.
+    const marks = [[top, 0], [bottom, 100]].filter(([value]) => Math.abs(value) > span / 12);
+    if (marks.every(([, at]) => Math.abs(at - y(0)) > 25)) marks.push([0, y(0)]);
+    byId("t-strip-scale").replaceChildren(...marks.map(([value, at]) => {
+      const mark = report.element("span", "", value === 0 ? "0" : round(value));
+      mark.style.top = `${at}%`;
+      return mark;
+    }));
+    const title = { gap: "gap in nats", weight: "weight", kl: "KL in nats" }[state.colour];
+    const folded = count < chosen.length ? ", the largest of each column" : "";
+    byId("t-strip-places").replaceChildren(...["token 1", `${title}, by token${folded}`, String(chosen.length)].map((text) => report.element("span", "", text)));
   }
 
   byId("t-strip").addEventListener("click", (event) => {
@@ -248,6 +261,7 @@ if (document.getElementById("token-view")) {
 
   // --- the numbers of a token ------------------------------------------------------------------------------------------------
 
+  const round = (value) => String(Number(value.toPrecision(2))).replace("-", "−");
   const short = (value) => (Number.isFinite(value) ? value.toFixed(2).replace("-", "−") : "–");
   const long = (value) => (Number.isFinite(value) ? value.toFixed(4).replace("-", "−") : "–");
   const chance = (logprob) => {
@@ -263,11 +277,11 @@ if (document.getElementById("token-view")) {
     const tip = byId("tip");
     const head = report.element("div");
     head.append(report.element("span", "token", `“${report.visible(text).replace(/\n/g, "↵").replace(/\t/g, "⇥")}”`), report.element("span", "where", `token ${i + 1} of ${chosen.length}${id === null ? "" : `, id ${id}`}`));
-    const table = report.element("table");
+    const numbers = report.element("dl");
     const row = (name, ...values) => {
-      const line = report.element("tr");
-      line.append(report.element("th", "", name), ...values.map((value) => report.element("td", "", value)));
-      table.append(line);
+      const pair = report.element("div");
+      pair.append(report.element("dt", "", name), ...values.filter(Boolean).map((value) => report.element("dd", "", value)));
+      numbers.append(pair);
     };
     if (student) row("student", chance(student[i]), long(student[i]));
     const silent = chosen.spans ? "with its span" : "impossible";
@@ -275,18 +289,20 @@ if (document.getElementById("token-view")) {
     if (gap) row(chosen.spans ? "gap of the span" : "gap", "", long(gap[i]));
     if (weight) row("weight", "", long(weight[i]));
     if (kl) row("KL", "", long(kl[i]));
-    tip.replaceChildren(head, table);
+    tip.replaceChildren(head, numbers);
     tip.hidden = false;
-    document.querySelector(".t[aria-describedby]")?.removeAttribute("aria-describedby");
+    unmark();
+    span.classList.add("shown");
     span.setAttribute("aria-describedby", "tip");
-    const at = span.getClientRects()[0] ?? span.getBoundingClientRect(), size = tip.getBoundingClientRect();
-    const above = at.top - size.height - 8;
-    tip.style.top = `${above > 4 ? above : Math.min(at.bottom + 8, innerHeight - size.height - 4)}px`;
-    tip.style.left = `${Math.max(8, Math.min(innerWidth - size.width - 8, at.left + at.width / 2 - size.width / 2))}px`;
+  }
+  function unmark() {
+    const old = document.querySelector(".t[aria-describedby]");
+    old?.removeAttribute("aria-describedby");
+    old?.classList.remove("shown");
   }
   function hideTip() {
     byId("tip").hidden = true;
-    document.querySelector(".t[aria-describedby]")?.removeAttribute("aria-describedby");
+    unmark();
   }
 
   function focusToken(i) {
@@ -304,10 +320,6 @@ if (document.getElementById("token-view")) {
   tokens.addEventListener("click", (event) => { const span = event.target.closest(".t"); if (span) focusToken(Number(span.dataset.i)); });
   tokens.addEventListener("focusin", (event) => { const span = event.target.closest(".t"); if (span) showTip(span); });
   tokens.addEventListener("focusout", hideTip);
-  // Moving the focus scrolls: the box then follows its token. Under a mouse it would point at the wrong one, so it goes.
-  const follow = () => { const span = document.activeElement?.closest?.(".t"); if (span && !byId("tip").hidden) showTip(span); else hideTip(); };
-  tokens.addEventListener("scroll", follow, { passive: true });
-  addEventListener("scroll", follow, { passive: true });
   tokens.addEventListener("keydown", (event) => {
     const span = event.target.closest(".t");
     if (!span) return;

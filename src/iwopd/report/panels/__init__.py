@@ -13,6 +13,7 @@ from dataclasses import replace
 from iwopd.report.charts import Panel
 from iwopd.report.gathering import ProbeView, ReportData
 from iwopd.report.panels import (
+    alerts,
     alignment,
     disagreement,
     handoff,
@@ -27,7 +28,7 @@ from iwopd.report.panels import (
     weights,
 )
 
-WORDS = (verdict, summary)
+WORDS = (alerts, verdict, summary)
 """Sections without charts, at the top."""
 CHARTS = (learning, position, handoff, disagreement, likelihood, weights, alignment, horizons, health)
 PANELS = (*WORDS, *CHARTS[:-1], tokens, health)
@@ -35,8 +36,12 @@ PANELS = (*WORDS, *CHARTS[:-1], tokens, health)
 
 
 def build_panels(data: ReportData, *, charts_only: bool = False) -> list[Panel]:
-    """All sections that there is something for; then one per probe, where there are too many for colours in one chart."""
-    panels = [panel for module in (CHARTS if charts_only else PANELS) if (panel := module.build(data)) is not None]
+    """All sections that there is something for; then one per probe, where there are too many for colours in one chart.
+
+    On a page about runs, the hand-off curve stands in the summary.
+    """
+    modules = CHARTS if charts_only else PANELS if not data.runs else [one for one in PANELS if one is not handoff]
+    panels = [panel for module in modules if (panel := module.build(data)) is not None]
     sections = [] if data.compared else [_section(view, place) for place, view in enumerate(data.probes, 1)]
     return [*panels, *sections]
 

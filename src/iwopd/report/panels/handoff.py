@@ -11,6 +11,7 @@ from iwopd.report.gathering import ProbeView, ReportData
 from iwopd.report.probes import curve_series, having
 
 CAPTION = "It shows how much a prefix costs this teacher; it does not show how much of that a training method can win back."
+ALONE = ": student alone"
 STUDENT_ALONE = 2
 """Its dash, where several curves share a chart."""
 
@@ -49,7 +50,8 @@ def charts(views: Sequence[ProbeView], demo: dict[str, Any] | None = None, suffi
             Axis("right answers", percent=True, range=(0, 103)),
             tuple(one for one in series if one.legend or several),
             f"Right answers{f' of {counts} problems' if counts else ''} when the teacher goes on from the first part of "
-            f"the untrained student's answer. {'Dotted: the student alone. ' if several and alone else ''}{CAPTION}",
+            f"the untrained student's answer. {'Dotted: the student alone. ' if several and alone else ''}"
+            f"{_dip(series, alone)}{CAPTION}",
             band="95 % bootstrap intervals over problems",
             markers=True,
             lines=() if several else tuple(("student alone", one.y[0] or 0.0) for one in alone),
@@ -58,8 +60,20 @@ def charts(views: Sequence[ProbeView], demo: dict[str, Any] | None = None, suffi
     ]
 
 
+def _dip(series: Sequence[Series], alone: Sequence[Series]) -> str:
+    """Why a curve can go below the student's own line; empty where none does."""
+    levels = {one.label.removesuffix(ALONE): one.y[0] or 0.0 for one in alone}
+    pairs = [(one, levels[one.label]) for one in series if one.legend and one.label in levels]
+    if not any(value is not None and value < level for one, level in pairs for value in one.y):
+        return ""
+    words = "Below the dotted line the teacher ends these answers worse than the student itself would"
+    if any(high is not None and high < level for one, level in pairs for high in one.high or ()):
+        return f"{words}: such beginnings are strange to the teacher, but not to the one who wrote them. "
+    return f"{words}, though not by more than chance. "
+
+
 def _level(label: str, style: int, height: float) -> Series:
-    return Series(f"{label}: student alone", style, [0.0, 100.0], [height, height], dash=STUDENT_ALONE, legend=False)
+    return Series(f"{label}{ALONE}", style, [0.0, 100.0], [height, height], dash=STUDENT_ALONE, legend=False)
 
 
 def _lead(views: Sequence[ProbeView], demo: dict[str, Any] | None) -> str:

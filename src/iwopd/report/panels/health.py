@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from iwopd.algo.drift_weights import LEAST, SLOPE
 from iwopd.report.charts import Axis, Chart, Panel, Series
 from iwopd.report.gathering import Group, ReportData
 from iwopd.report.series import all_values, metric_chart
+from iwopd.runs.alerts import CHECKS, CUT_SHARE, find_alerts
 from iwopd.runs.logs import number
 
 TOKENS = Axis("tokens", zero=True)
@@ -14,6 +16,10 @@ TOKEN_SHARE = Axis("tokens", percent=True, zero=True)
 CURVES = {
     ("loss", "loss", "Loss", Axis("loss")): "The clipped surrogate, a mean over the step's supervised tokens.",
     ("grad_norm", "gradient", "Gradient norm", Axis("norm", zero=True)): "Before clipping.",
+    ("gradient/agreement", "agreement", "Agreement after drifts", Axis("cosine")): (
+        "Cosine of the gradients of tokens before and after drifts, whatever the weights are. Under the rule gated, those "
+        f"after a drift begin to count at {LEAST:g} and count in full at {LEAST + 1 / SLOPE:g}."
+    ),
     ("policy/clip_fraction", "clipping", "Clip fraction", TOKEN_SHARE): (
         "Tokens at the PPO clip. Above a fifth or so, an update moves further than its data supports."
     ),
@@ -67,7 +73,13 @@ def build(data: ReportData) -> Panel | None:
         "Was the training sound? These numbers warn of a broken run; they do not tell which method is better.",
         tuple(charts),
         "health.html.j2",
-        {"rows": [_row(group) for group in data.groups if any(run.metrics for run in group.runs)], "quiet": quiet},
+        {
+            "rows": [_row(group) for group in data.groups if any(run.metrics for run in group.runs)],
+            "quiet": quiet,
+            "alerts": sum(len(find_alerts(run.metrics)) for run in data.runs),
+            "watched": [title.lower() for title, _, _ in CHECKS.values()],
+            "cut_share": CUT_SHARE,
+        },
     )
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from iwopd.report.charts import Axis, Chart, Panel
 from iwopd.report.gathering import ReportData
-from iwopd.report.series import accuracy_chart, metric_chart
+from iwopd.report.series import accuracy_chart, metric_chart, same_curve, signed_share
 
 CURVES = {
     ("reward/mean", "reward", "Reward", "of training rollouts"): (
         "Mean of the checker's verdicts on training rollouts; those without a verdict are left out."
     ),
-    ("kl/sampled", "kl", "Distance to the teacher", "lp₀ − lp_T, nats per token"): (
-        "Student minus teacher log-prob on training rollouts, an estimate of the reverse KL. It is no measure of skill."
+    ("gap/abs_mean", "gap", "Disagreement with the teacher", "mean |gap|, nats per token"): (
+        "|lp_T − lp₀| on training rollouts. The weights of IW-OPD are made of it; it is no measure of skill."
     ),
-    ("gap/abs_mean", "gap", "Size of the disagreement", "|lp_T − lp₀|, nats per token"): (
-        "Mean absolute gap between the two log-probs. The weights of IW-OPD are made of it."
+    ("kl/sampled", "kl", "Distance to the teacher", "mean of minus gap, nats per token"): (
+        "lp₀ − lp_T on training rollouts, an estimate of the reverse KL. It is no measure of skill."
     ),
 }
 """Metric, id, title and axis: caption."""
@@ -24,9 +26,15 @@ def build(data: ReportData) -> Panel | None:
     if not data.runs:
         return None
     charts = _accuracy(data)
-    for (metric, name, title, unit), caption in CURVES.items():
-        if (chart := metric_chart(data.groups, metric, name, title, Axis(unit, zero=True), caption)) is not None:
-            charts.append(chart)
+    drawn = {
+        name: chart
+        for (metric, name, title, unit), caption in CURVES.items()
+        if (chart := metric_chart(data.groups, metric, name, title, Axis(unit, zero=True), caption)) is not None
+    }
+    if {"gap", "kl"} <= drawn.keys() and (words := same_curve(signed_share(drawn["gap"].series, drawn["kl"].series))):
+        drawn["gap"] = replace(drawn["gap"], caption=drawn["gap"].caption + words)
+        del drawn["kl"]
+    charts += drawn.values()
     if not charts:
         data.notes.add("learning curves", "no run has an evaluation or a metric to draw")
         return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from iwopd.report.charts import ALONG, Axis, Chart, Panel, Series, chart_panel
+from iwopd.report.charts import ALONG, Chart, Panel, Series, chart_panel, full_axis
 from iwopd.report.gathering import ReportData
-from iwopd.report.series import all_values, position_series, window_steps
+from iwopd.report.series import all_values, position_series, same_curve, signed_share, window_steps
 
 QUANTITIES = {
-    ("abs_gap", "Disagreement |gap|", "nats per token"): "Mean absolute gap between teacher and student.",
-    ("kl", "Distance lp₀ − lp_T", "nats per token"): (
-        "Mean of student minus teacher log-prob: the single-sample estimate of the reverse KL."
+    ("abs_gap", "Disagreement", "mean |gap|, nats per token"): "|lp_T − lp₀| of the tokens.",
+    ("kl", "Distance", "mean of minus gap, nats per token"): (
+        "lp₀ − lp_T of the tokens: the single-sample estimate of the reverse KL."
     ),
     ("weights", "Token weights", "weight"): "Mean weight that the run's own method gave.",
 }
@@ -26,22 +26,25 @@ def build(data: ReportData) -> Panel | None:
     if not data.runs:
         return None
     charts: list[Chart] = []
+    found = {name: {part: _series(data, f"position/{name}", part) for part in PARTS} for name, _, _ in QUANTITIES}
+    sizes, signed = ([one for series in found[name].values() for one in series] for name in ("abs_gap", "kl"))
+    alike = same_curve(signed_share(sizes, signed))
     for (name, title, unit), caption in QUANTITIES.items():
-        drawn = {part: _series(data, f"position/{name}", part) for part in PARTS}
+        drawn = found[name]
+        if name == "kl" and alike:
+            continue
         if not any(drawn.values()):
             data.notes.add("position", f"no run recorded position/{name}")
             continue
-        values = all_values([one for series in drawn.values() for one in series])
-        room = 0.06 * (max(values) - min(0.0, *values)) or 1.0
-        limits = (min(0.0, *values) - (room if min(values) < 0 else 0), max(values) + room)  # shared: the two are compared
+        axis = full_axis(unit, all_values([one for series in drawn.values() for one in series]))  # shared: the two are compared
         charts += [
             Chart(
                 f"position-{name.replace('_', '-')}-{part}",
                 f"{title} {PARTS[part]}",
                 ALONG,
-                Axis(unit, range=limits),
+                axis,
                 tuple(series),
-                f"{caption} {_steps(data, part)}",
+                f"{caption}{alike if name == 'abs_gap' else ''} {_steps(data, part)}",
                 markers=True,
             )
             for part, series in drawn.items()

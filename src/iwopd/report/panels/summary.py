@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from iwopd.analysis.compare import Comparison, Difference, compare
-from iwopd.analysis.wording import points, sentence
+from iwopd.analysis.wording import sentence
 from iwopd.eval.statistics import holm
 from iwopd.report.charts import Panel
 from iwopd.report.gathering import ReportData, TaskCurve
+from iwopd.report.headline import LEVEL, Fall, fall_words, find_fall, headline, judge_gains, learned_words, winner_words
+from iwopd.report.panels import handoff
 from iwopd.report.series import interval, score_key
 from iwopd.runs.evaluations import ResultsError, TaskResults
 from iwopd.runs.results import ModelResults
@@ -20,25 +22,32 @@ Side = tuple[str, TaskCurve, int]
 """Name, curve and step."""
 BEFORE = "before training"
 _memory: dict[str, Comparison] = {}  # `--watch` asks for the same comparisons again and again
-LEVEL = 0.05
 
 
 def build(data: ReportData) -> Panel | None:
+    """With the hand-off curve, where there is one: it is the finding that everything else is about."""
     if not data.runs:
         return None
-    tables = [_table(task, curves, data) for task, curves in data.tasks.items()]
+    fall = find_fall(data)
+    tables = [_table(task, curves, data, fall if len(data.tasks) == 1 else None) for task, curves in data.tasks.items()]
     seeds = {run.seed for run in data.runs if run.seed is not None}
     counts = {"run": len(data.runs), "method": len(data.groups), "seed": len(seeds)}
     facts = [f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items()]
-    context = {"tables": tables, "facts": facts, "several_seeds": len(seeds) > 1}
-    return Panel("summary", "Summary", "", template="summary.html.j2", context=context)
+    position = "" if fall is None else fall_words(fall)
+    words = {"headline": headline(fall, tables), "position": position, "facts": facts, "several_seeds": len(seeds) > 1}
+    charts = tuple(handoff.charts(data.compared, data.handoff))
+    return Panel("summary", "Summary", "", charts, "summary.html.j2", {"tables": tables, **words})
 
 
-def _table(task: str, curves: Sequence[TaskCurve], data: ReportData) -> dict[str, Any]:
+def _table(task: str, curves: Sequence[TaskCurve], data: ReportData, fall: Fall | None) -> dict[str, Any]:
     reference = next((curve for curve in curves if curve.group.label == "OPD"), curves[0])
     pairs = {curve.group.label: against(task, curve, reference, data) for curve in curves if curve is not reference}
     whole = _together([pair for pair in pairs.values() if pair is not None])
     differences = {one.group: one for one in whole.differences} if whole else {}
+    before = fall.student[0] if fall is not None and fall.student is not None else None
+    lead = fall.teacher[0] - before if fall is not None and fall.teacher is not None and before is not None else None
+    gains = {curve.group.label: _gain(task, curve, data) for curve in curves}
+    learned = judge_gains(gains, lead)
     rows = []
     for curve in curves:
         last = curve.steps[-1]
@@ -51,7 +60,8 @@ def _table(task: str, curves: Sequence[TaskCurve], data: ReportData) -> dict[str
             "step": last,
             "start": interval(curve.scores(0)) if 0 in curve.steps else None,
             "final": interval(curve.scores(last)),
-            "gain": _gain(task, curve, data),
+            "gain": gains[curve.group.label],
+            "learned": learned[curve.group.label],
             "difference": difference,
             "early": step if difference is not None and step != max(last, reference.steps[-1]) else None,
             "verdict": "reference" if curve is reference else _verdict(difference),
@@ -62,7 +72,10 @@ def _table(task: str, curves: Sequence[TaskCurve], data: ReportData) -> dict[str
         "reference": reference.group.label,
         "rows": rows,
         "problems": len(reference.problem_ids),
-        "words": _words(rows, reference.group.label),
+        "findings": {"Learned": learned_words(rows), "Winner": winner_words(rows, reference.group.label)},
+        "start": rows[0]["start"] if len({row["start"] for row in rows}) == 1 else None,
+        "step": rows[0]["step"] if len({row["step"] for row in rows}) == 1 else None,
+        "teacher": None if fall is None else fall.teacher,
         "sentences": [sentence(one, whole) for one in whole.differences] if whole else [],
         "notes": list(dict.fromkeys(note for pair in pairs.values() if pair for note in pair.notes)),
         "sandboxes": sorted({used for curve in curves for run in curve.group.runs for used in run.sandboxes.get(task, ())}),
@@ -133,23 +146,3 @@ def _verdict(difference: Difference | None) -> str:
     if difference.holm < LEVEL:
         return "higher" if difference.interval.mean > 0 else "lower"
     return "no difference shown"
-
-
-def _words(rows: Sequence[dict[str, Any]], reference: str) -> list[str]:
-    """The table in a sentence or two, for those who read no tables."""
-    lines = []
-    gains = {row["label"]: row["gain"].interval.low > 0 for row in rows if row["gain"] is not None}
-    learned = ", ".join(label for label, shown in gains.items() if shown)
-    rest = ", ".join(label for label, shown in gains.items() if not shown)
-    if learned:
-        lines.append(f"Learned something: {learned}." + (f" No gain shown: {rest}." if rest else ""))
-    elif rest:
-        lines.append("No method shows a gain over the student before training.")
-    clauses = [
-        f"{row['label']} {points(row['difference'].interval.mean)} points"
-        + (f" at step {row['early']}" if row["early"] else "")
-        + (" (no difference shown)" if row["verdict"] == "no difference shown" else "")
-        for row in rows
-        if row["difference"] is not None
-    ]
-    return [*lines, f"Against {reference}: {', '.join(clauses)}."] if clauses else lines

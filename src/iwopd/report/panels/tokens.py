@@ -6,6 +6,11 @@ from iwopd.report.charts import Panel
 from iwopd.report.gathering import ReportData
 from iwopd.report.token_columns import DRIFT, STEPS, Packed, TokenTable, pack_rollout
 from iwopd.runs.reading import Run
+from iwopd.tiny import EXPLANATION
+from iwopd.tiny.task import right_solution
+
+EXAMPLE = "7+4*3-9"
+"""Small, and with a product whose last digit is not its value."""
 
 
 def build(data: ReportData) -> Panel | None:
@@ -29,9 +34,14 @@ def build(data: ReportData) -> Panel | None:
         "Single answers of the student, as it wrote them in the evaluations. Choose one and see where it drifts from its "
         "teacher, and which weights the run's own method gives.",
         template="tokens.html.j2",
-        context={"drift": DRIFT, "total": sum(len(rollouts) for rollouts in kept.values())},
+        context={"drift": DRIFT, "worlds": _worlds(data), "example": EXAMPLE, "solution": right_solution(EXAMPLE)},
         data={"runs": runs, "table": table.blob(), "steps": STEPS, "drift": DRIFT},
     )
+
+
+def _worlds(data: ReportData) -> str:
+    """What the answers of embedded worlds are about; empty where there are none."""
+    return EXPLANATION if any(run.setting("models.world", str) for run in data.runs) else ""
 
 
 def _pack(run: Run, table: TokenTable, data: ReportData) -> list[Packed]:

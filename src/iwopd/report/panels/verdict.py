@@ -23,6 +23,7 @@ PARTS = {
     "likelihood": "prefix likelihood",
     "rules": "weight rules",
     "alignment": "gradient alignment",
+    "agreement": "agreement of gradients",
     "horizons": "horizons",
 }
 FIGURES = {
@@ -32,8 +33,9 @@ FIGURES = {
     "|gap| on the first 30 %": ("positions", "first_30", "%"),
     "rollouts that drift": ("drift", "rollouts", "%"),
     "likeliest token the same": ("overlap", "mean_same_first", "%"),
+    "agreement after drifts": ("agreement", "cosine", ""),
 }
-"""The figures that count: part, estimate, unit."""
+"""The figures that count: part, estimate, unit; without one it is a cosine."""
 
 
 def build(data: ReportData) -> Panel | None:
@@ -70,7 +72,8 @@ def figures(probe: Probe) -> list[tuple[str, str, str]]:
     """Name, number and interval of each of `FIGURES`."""
     rows = []
     for name, (part, field, unit) in FIGURES.items():
-        words = estimate(getattr(getattr(probe, part), field, None), 100.0)
+        scale, digits = (100.0, 0) if unit else (1.0, 2)
+        words = estimate(getattr(getattr(probe, part), field, None), scale, digits)
         mean, _, rest = words.partition(" (")
-        rows.append((name, "not measured" if words == "?" else f"{mean}\u00a0{unit}", rest.rstrip(")")))
+        rows.append((name, "not measured" if words == "?" else f"{mean}\u00a0{unit}".rstrip(), rest.rstrip(")")))
     return rows

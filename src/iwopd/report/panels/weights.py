@@ -8,7 +8,7 @@ from dataclasses import replace
 from iwopd.algo import WEIGHT_RULES
 from iwopd.algo.registry import FAMILIES
 from iwopd.analysis.probe.result import Curve, RuleEffect, Rules
-from iwopd.report.charts import ALONG, Axis, Chart, Panel, chart_panel
+from iwopd.report.charts import ALONG, Axis, Chart, Panel, chart_panel, full_axis
 from iwopd.report.gathering import ProbeView, ReportData
 from iwopd.report.probes import PROMPT_BAND, curve_series, dots_chart, having, middles
 
@@ -74,7 +74,10 @@ def typical(rule: RuleEffect) -> Curve:
 
 
 def weight_axis(rules: Sequence[RuleEffect]) -> Axis:
-    return Axis("median weight" if _is_spread(rules) else "mean weight", zero=True)
+    curves = [typical(rule) for rule in rules]
+    values = [value for curve in curves for ends in (curve.mean, curve.low, curve.high) for value in ends or ()]
+    title = "median weight" if _is_spread(rules) else "mean weight"
+    return full_axis(title, [value for value in values if value is not None])
 
 
 def _is_spread(rules: Sequence[RuleEffect]) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 from iwopd import tiny
 from iwopd.config import Config
 from iwopd.config.engines import AUTO, STUDENT
+from iwopd.data.sets import LoadedPrompts
 from iwopd.errors import ConfigError, UserError
 from iwopd.models import ModelError, ModelSource
 from iwopd.tiny.world import max_response_tokens
 from iwopd.train.loading import reference_source, source_of, world_recipe
-from iwopd.train.prompts import prompt_order
-from iwopd.train.tokenizers import TEACHER, is_path, named_tokenizer, read_files
+from iwopd.train.prompts import order_of, prompt_order, training_sets
+from iwopd.train.tokenizers import TEACHER, named_tokenizer, read_files
 from iwopd.types import Prompt
 from iwopd.vocabulary import compare_vocabularies
 
@@ -43,7 +44,7 @@ class Member:
     @property
     def unreachable(self) -> bool:
         """On a hub that did not answer, or behind a server: nothing can be said about it here."""
-        return bool(self.problem) and self.source is not None and (self.elsewhere or not is_path(self.source.path))
+        return bool(self.problem) and self.source is not None and (self.elsewhere or self.source.is_hub_id)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +59,8 @@ class Case:
     """The run directory, which need not exist yet."""
     prompts: Sequence[Prompt] = ()
     data_problem: str = ""
-    notes: list[str] = field(default_factory=list)
-    """What the loading of prompts had to say: how many were left out."""
+    sets: Sequence[LoadedPrompts] = ()
+    """What was read, and how much of it was left out; known also where a step cannot be made of it."""
 
     @property
     def student(self) -> Member:
@@ -73,18 +74,21 @@ class Case:
     @cached_property
     def foreign(self) -> bool:
         """Whether the teacher's ids mean something else than the student's: answers are then aligned by their text."""
+        return self.config.teacher.tokenizer != STUDENT and not self.same_ids
+
+    @cached_property
+    def same_ids(self) -> bool:
+        """Whether the student's ids mean the same to the teacher, as far as its tokenizer is known."""
         ours = self.student.tokenizer if "student" in self.members else None
-        if ours is None or self.teacher.tokenizer is None or self.config.teacher.tokenizer == STUDENT:
-            return False
-        return not compare_vocabularies(ours, self.teacher.tokenizer).same
+        return ours is None or self.teacher.tokenizer is None or compare_vocabularies(ours, self.teacher.tokenizer).same
 
     @property
     def longest_prompt(self) -> int:
         return max((len(prompt.token_ids) for prompt in self.prompts), default=self.config.data.max_prompt_tokens)
 
 
-def open_case(config: Config, folder: Path) -> Case:
-    """Read what there is. Never raises for what a check can say better."""
+def open_case(config: Config, folder: Path, say: Callable[[str], None] = lambda _: None) -> Case:
+    """Read what there is. Never raises for what a check can say better. `say` hears what begins, if it may take a while."""
     recipe = world_recipe(config)
     world = None if recipe is None else tiny.World(recipe, Path("teacher"), Path("student"))  # its models need not be there
     reference = reference_source(config, world)
@@ -96,19 +100,28 @@ def open_case(config: Config, folder: Path) -> Case:
     else:
         sources = {"student": source_of(config, "student"), "teacher": source_of(config, "teacher"), "reference": reference}
         trust, served = config.models.trust_remote_code, {"teacher"} if config.teacher.urls else set()
-        members = {name: read_member(name, source, trust, name in served) for name, source in sources.items() if source}
+        members = {}
+        for name, source in sources.items():
+            if source is not None:
+                say(f"reading tokenizer and config of the {name} {source}")
+                members[name] = read_member(name, source, trust, name in served)
         if config.teacher.tokenizer not in (AUTO, STUDENT):
             members["teacher"] = _with_tokenizer(members.get("teacher", Member("teacher", None, elsewhere=True)), config)
     limit = config.rollout.max_tokens or (max_response_tokens(recipe.operands) if recipe is not None else None)
-    notes: list[str] = []
+    sets: Sequence[LoadedPrompts] = ()
     prompts: Sequence[Prompt] = ()
     problem = ""
-    if members["student"].tokenizer is not None:
-        try:
-            prompts = prompt_order(_fewer(config), world, members["student"].tokenizer, notes.append).prompts
-        except UserError as error:
-            problem = str(error)
-    return Case(config, members, limit, folder, prompts, problem, notes)
+    tokenizer = members["student"].tokenizer
+    try:
+        if world is not None:
+            prompts = prompt_order(_fewer(config), world, tokenizer, lambda _: None).prompts
+        elif tokenizer is not None:
+            say("reading and rendering the prompts")
+            sets = training_sets(config, tokenizer)
+            prompts = order_of(config, sets).prompts
+    except UserError as error:
+        problem = str(error)
+    return Case(config, members, limit, folder, prompts, problem, sets)
 
 
 def _fewer(config: Config) -> Config:

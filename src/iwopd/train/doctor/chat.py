@@ -79,7 +79,7 @@ def check_template(case: Case) -> Iterator[Finding]:
         yield passed("chat template", "the teacher sees its own rendering, which is not the student's")
     else:
         yield passed("chat template", "student and teacher render a user message alike")
-    if teacher is not None:
+    if teacher is not None and case.same_ids:  # else the vocabularies' line has said it, and ids of one are no ids of the other
         yield from _same_ids(case, teacher)
 
 

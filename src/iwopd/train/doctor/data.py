@@ -12,7 +12,7 @@ from iwopd.eval.checkers import prompt_checker
 from iwopd.train.authors import answers_refuse
 from iwopd.train.chats import student_chat
 from iwopd.train.doctor.case import Case
-from iwopd.train.doctor.findings import Finding, failure, passed, warning
+from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
 from iwopd.train.reward import prompts_refuse, reward_refuses
 from iwopd.types import Prompt
 
@@ -24,17 +24,16 @@ LEAK = re.compile(r"(?:answer|solution|result)(?: is|:|=)?\s*+[:=]?\s*+$|####\s*
 
 def check_data(case: Case) -> Iterator[Finding]:
     """Prompts exist, are not empty, duplicate or too long, and do not hold their answers."""
+    left_out = [*_left_out(case)]
     if case.data_problem:
-        lost = case.config.data.prompts is not None and not Path(case.config.data.prompts).exists()
-        remedy = "correct data.prompts" if lost else "correct the data, see docs/train-your-own.md"
-        yield failure("data", case.data_problem, remedy)
+        yield from left_out
+        yield failure("data", case.data_problem, _remedy(case))
         return
     if not case.prompts:
         if case.student.tokenizer is not None:
             yield failure("data", "there are no training prompts", "name some in [data]")
         return
-    for note in case.notes:
-        yield warning("data", note, "raise data.max_prompt_tokens if they matter")
+    yield from left_out
     found = [*_empty(case), *_twice(case.prompts), *_leaks(case.prompts)]
     yield from found
     yield from _unjudgeable(case)
@@ -53,6 +52,26 @@ def check_contamination(prompts: Sequence[Prompt], tasks: dict[str, Sequence[Pro
             yield warning("evaluation", found, "take them out of the training data, or evaluate on another task")
         else:
             yield passed("evaluation", f"none of the {len(problems):,} problems of {name} is a training prompt")
+
+
+def _remedy(case: Case) -> str:
+    """What to do about data that cannot be used."""
+    if case.sets:  # they were read: what is wrong is the settings of a step, and the words say which
+        return ""
+    lost = case.config.data.prompts is not None and not Path(case.config.data.prompts).exists()
+    return "correct data.prompts" if lost else "correct the data, see docs/train-your-own.md"
+
+
+def _left_out(case: Case) -> Iterator[Finding]:
+    """What the user asked to leave out passes; what is too long may be a surprise."""
+    for loaded in case.sets:
+        words = loaded.summary(case.config.data.max_prompt_tokens)
+        if loaded.too_long:
+            yield warning("data", words, "raise data.max_prompt_tokens if the long ones matter")
+        elif loaded.filtered or loaded.duplicates or len(case.sets) > 1:
+            asked = {"filter": loaded.filtered, "unique = true": loaded.duplicates}
+            reasons = listed(f"`{setting}`" for setting, count in asked.items() if count) if any(asked.values()) else ""
+            yield passed("data", f"{words}, as {reasons} of the set asks" if reasons else words)
 
 
 def _empty(case: Case) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ that look all right. Here they must be the right ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from iwopd.lm import Context
 from iwopd.modes import eval_mode
 from iwopd.own_head import plain_logprobs
-from iwopd.teacher.scorer import ScoringPath
+from iwopd.teacher.scorer import Scorer, ScoringPath
 from iwopd.train.doctor.findings import Finding, failure, passed
 from iwopd.types import Rollout
 
@@ -46,7 +46,15 @@ def own_logprobs(
     return results
 
 
-def check_echo(paths: Sequence[ScoringPath], own: dict[str, list[Tensor]], rollouts: Sequence[Rollout]) -> Iterator[Finding]:
+Score = Callable[[Scorer, Sequence[Rollout]], list[Tensor]]
+
+
+def check_echo(
+    paths: Sequence[ScoringPath],
+    own: Mapping[str, list[Tensor]],
+    rollouts: Sequence[Rollout],
+    score: Score = lambda scorer, rollouts: scorer.score(rollouts),
+) -> Iterator[Finding]:
     """Score the rollouts through every path. `own` has the log-probs of the models that are here, by name."""
     known: dict[str, tuple[str, list[Tensor]]] = {name: ("its own logits", values) for name, values in own.items()}
     for path in paths:
@@ -55,7 +63,7 @@ def check_echo(paths: Sequence[ScoringPath], own: dict[str, list[Tensor]], rollo
             remedy = "choose a teacher whose tokenizer knows their text"
             yield failure("echo", f"{path.name} can read nothing of the student's answers", remedy)
             continue
-        scores = path.scorer.score(read)
+        scores = score(path.scorer, read)
         if (problem := _malformed(scores, read)) is not None:
             yield failure("echo", f"{path.name}: {problem}", _remedy(path))
             continue

@@ -48,11 +48,19 @@ def failure(check: str, message: str, remedy: str, details: str = "") -> Finding
     return Finding("fail", check, message, remedy, details)
 
 
+NEEDED = ("files", "data", "packages")
+"""Checks of what training cannot begin without."""
+
+
 def refuse(findings: Iterable[Finding], *, optional: bool = True) -> None:
-    """Raise if anything failed, with every failure in the message. `optional`: --no-doctor would leave these checks out."""
-    failed = [finding for finding in findings if finding.level == "fail"]
-    if failed:
-        lines = "\n".join(finding.text() for finding in failed)
+    """Raise if anything failed, with every failure and every warning in the message: one may explain the other.
+
+    `optional`: --no-doctor would leave these checks out.
+    """
+    told = [finding for finding in findings if finding.level != "pass"]
+    if any(finding.level == "fail" for finding in told):
+        lines = "\n".join(finding.text() for finding in told)
+        optional = optional and not any(finding.level == "fail" and finding.check in NEEDED for finding in told)
         raise DoctorError(
             f"this recipe is refused before training:\n{lines}\n`iwopd doctor RECIPE` shows all checks"
             + ("; --no-doctor trains all the same" if optional else "")

@@ -16,11 +16,11 @@ FAMILY = "choose a pair of one family: the teacher must read the ids that the st
 OWN_ROWS = "resize the student's embeddings to its tokenizer, or use its own tokenizer"
 
 
-def check_files(case: Case) -> Iterator[Finding]:
-    """Every model can be found; if the hub does not answer, that is a warning."""
+def check_files(case: Case, *, loaded: bool = False) -> Iterator[Finding]:
+    """Every model can be found; if the hub does not answer, that is a warning, unless the model is `loaded` here next."""
     for member in (member for member in case.members.values() if member.problem):
         problem = member.problem.strip().splitlines()[0]
-        if member.unreachable:
+        if member.unreachable and (member.elsewhere or not loaded):
             message = f"the {member.name} {member.source} was not checked: {problem}"
             yield warning("files", message, "run the doctor where the hub can be reached, or give a local folder")
         else:
@@ -128,7 +128,7 @@ def check_special_tokens(case: Case) -> Iterator[Finding]:
             own = _words({end: teacher.tokenizer.convert_ids_to_tokens(end)})
             yield passed("stop ids", f"answers end with {_words(words)}; the teacher reads {own} there")
         return
-    if theirs and not theirs & stops:
+    if theirs and case.same_ids and not theirs & stops:
         other = {stop: teacher.tokenizer.convert_ids_to_tokens(stop) for stop in sorted(theirs)}
         yield failure(
             "stop ids",

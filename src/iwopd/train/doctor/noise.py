@@ -16,11 +16,9 @@ from torch import Tensor
 from iwopd import algo
 from iwopd.algo.noise import LARGEST_SHARE
 from iwopd.config import Config
-from iwopd.lm import ResponseModel
-from iwopd.teacher.scorer import Scorer, ScoringPath
-from iwopd.train.doctor.echo import own_logprobs
+from iwopd.teacher.scorer import ScoringPath
+from iwopd.train.doctor.asked import Asked
 from iwopd.train.doctor.findings import Finding, passed, warning
-from iwopd.train.doctor.float32 import float32_obstacle, in_float32
 from iwopd.train.parts import Parts
 from iwopd.types import Rollout
 
@@ -42,9 +40,9 @@ STUDENT_FLOAT32 = ("float32", "compute in a higher precision: precision = 'no', 
 TEACHER_FLOAT32 = ("float32", "load the teacher in a higher precision: models.teacher_dtype and head_precision float32")
 
 
-def check_noise(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
+def check_noise(config: Config, parts: Parts, rollouts: Sequence[Rollout], asked: Asked | None = None) -> Iterator[Finding]:
     """Is what teacher and student disagree about more than what two paths to one model disagree about?"""
-    student, teacher, floor = measure_noise(config, parts, rollouts)
+    student, teacher, floor = measure_noise(config, parts, rollouts, asked)
     tokens = parts.max_response
     words = (
         f"two paths to the same model differ by {floor.total:.2g} a token (student {_side(student)}, teacher "
@@ -71,34 +69,34 @@ def noise_metrics(floor: algo.NoiseFloor) -> dict[str, float]:
     return {"gap/noise_floor": floor.total, "gap/noise_student": floor.student, "gap/noise_teacher": floor.teacher}
 
 
-def measure_noise(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> tuple[Side, Side, algo.NoiseFloor]:
-    """Student's side, teacher's side, and the floor that they add up to."""
-    temperature, vocab_size = config.rollout.temperature, len(parts.tokenizer)
+def measure_noise(
+    config: Config, parts: Parts, rollouts: Sequence[Rollout], asked: Asked | None = None
+) -> tuple[Side, Side, algo.NoiseFloor]:
+    """Student's side, teacher's side, and the floor that they add up to. `asked`: what other checks know already."""
+    known = asked or Asked(parts, config.rollout.temperature)
 
-    def side(scorer: Scorer, kind: str, float32: tuple[str, str]) -> list[Side]:
+    def side(kind: str, float32: tuple[str, str]) -> list[Side]:
         found: list[Side] = []
         first: dict[str, Tensor] = {}
-        for path in scorer.paths(kind):
-            read = path.read(rollouts)
-            scores = _floored(path.scorer.score(read))
+        for path in known.paths[kind]:
+            read = known.read(path, rollouts)
+            scores = _floored(known.scores(path.scorer, read))
             found.append(_compared(scores, _alone(path, read), ALONE))
             if path.model_name in first:
                 found.append(_compared(scores, first[path.model_name], REPLICA))
             first.setdefault(path.model_name, scores)
-            here = scorer.local(kind).get(path.model_name)
-            ids = vocab_size if path.reader is None else path.reader.ids
-            if here is not None and (exact := _exact(here.lm, read, temperature, ids)) is not None:
-                found.append(_compared(scores, exact, float32))
+            if (exact := known.exact(path, read)) is not None:
+                found.append(_compared(scores, _floored(exact), float32))
         return found
 
-    old = _floored(parts.student_scorer.score(rollouts))
+    old = _floored(known.scores(parts.student_scorer, rollouts))
     written = _floored(rollout.rollout_logprobs for rollout in rollouts)
-    student = max([*side(parts.student_scorer, "student", STUDENT_FLOAT32), _compared(old, written, ENGINE)])
-    teacher = max(side(parts.teacher_scorer, "teacher", TEACHER_FLOAT32))
-    if any(path.reader for path in parts.teacher_scorer.paths("teacher")):
+    student = max([*side("student", STUDENT_FLOAT32), _compared(old, written, ENGINE)])
+    teacher = max(side("teacher", TEACHER_FLOAT32))
+    if any(path.reader for path in known.paths["teacher"]):
         gap = _span_gap(parts, rollouts)
     else:
-        gap = algo.mean_difference(_floored(parts.teacher_scorer.score(rollouts)), old)
+        gap = algo.mean_difference(_floored(known.scores(parts.teacher_scorer, rollouts)), old)
     return student, teacher, algo.NoiseFloor(student.difference, teacher.difference, gap)
 
 
@@ -118,18 +116,6 @@ def _alone(path: ScoringPath, rollouts: Sequence[Rollout]) -> Tensor:
     """Without neighbours, and in the opposite order."""
     scores = [path.scorer.score([rollout])[0] for rollout in reversed(rollouts)]
     return _floored(reversed(scores))
-
-
-def _exact(lm: ResponseModel, rollouts: Sequence[Rollout], temperature: float, vocab_size: int) -> Tensor | None:
-    """In float32; None where that cannot be had."""
-    if float32_obstacle(lm.model) is not None:
-        return None
-    try:
-        # Its own context, because the student's adapter may be off in it, but without autocast.
-        with in_float32(lm.model), lm.autocast(), torch.autocast(lm.device.type, enabled=False):
-            return _floored(own_logprobs(lm.model, rollouts, temperature, vocab_size))
-    except torch.OutOfMemoryError:  # a run that would fit must not fail for this
-        return None
 
 
 def _compared(scores: Tensor, other: Tensor, about: tuple[str, str]) -> Side:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from iwopd.config import Config
-from iwopd.devices import free_bytes, total_bytes
+from iwopd.devices import accelerator, free_bytes, total_bytes
 from iwopd.models import ModelSource
 from iwopd.train.doctor.case import Case, read_member
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
@@ -106,7 +106,7 @@ def _configs(case: Case) -> tuple[dict[str, Any], list[str]]:
 
 def accelerators(number: int = 0) -> Accelerators | None:
     """As process `number` of the machine sees them; None without a GPU, or where it does not tell how much memory it has."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
+    kind = accelerator()
     if kind is None or not hasattr(torch.get_device_module(kind), "mem_get_info"):
         return None
     count = torch.accelerator.device_count()

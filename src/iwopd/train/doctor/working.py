@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from iwopd.config import Config
 from iwopd.lm import ResponseModel
 from iwopd.model_facts import output_rows
+from iwopd.own_head import chunk_rows
 from iwopd.teacher.scorer import Scorer, ScoringPath
-from iwopd.train.doctor.echo import agreement, check_echo, own_logprobs
+from iwopd.train.doctor.asked import Asked
+from iwopd.train.doctor.echo import agreement, check_echo
 from iwopd.train.doctor.findings import Finding, failure, passed, warning
 from iwopd.train.parts import Parts
 from iwopd.types import Prompt, Rollout
@@ -18,9 +21,11 @@ from iwopd.types import Prompt, Rollout
 SEQUENCES = 2
 """Rollouts that are scored: enough to see a wrong order, few enough to cost next to nothing."""
 TOKENS = 256
-"""Tokens of each, at most."""
+"""Tokens of each, at most; no more than a plain forward pass gives logits of at a time, else it would take several."""
 FAR_TOKENS = 32
 """Tokens that are written and scored behind a prompt so long that they stand where the longest answers end."""
+FARTHEST_CPU = 4096
+"""Where a CPU reads that prompt, it ends here: five passes over it take minutes with a model of a billion weights."""
 
 
 def local_models(parts: Parts) -> dict[str, Any]:
@@ -46,18 +51,25 @@ def known_rollouts(config: Config, parts: Parts, step: int) -> list[Rollout]:
     The same on every rank.
     """
     prompts = parts.order.batch(step)[:SEQUENCES]
-    limits = [min(TOKENS, parts.max_response)] * len(prompts)
+    at_once = min(chunk_rows(lm.model) for lm in _local(parts).values())
+    limits = [min(TOKENS, parts.max_response, at_once)] * len(prompts)
 
     def write(asked: Sequence[Prompt], most: Sequence[int]) -> list[Rollout]:
         return parts.ranks.together(lambda: parts.sampler.sample(asked, seed=config.seed, step=step, max_tokens=most))
 
     parts.before_writing()
     rollouts = write(prompts, limits)
-    length = min(len(prompts[0].token_ids) + parts.max_response, parts.sampler.context) - FAR_TOKENS
+    length = min(len(prompts[0].token_ids) + parts.max_response, parts.sampler.context, _farthest(parts)) - FAR_TOKENS
     if length <= max(len(rollout.prompt.token_ids) + len(rollout) for rollout in rollouts):
         return rollouts
     # By itself: beside it the others would be padded to its length.
     return rollouts + write([far_prompt(parts.order.prompts, length)], [FAR_TOKENS])
+
+
+def _farthest(parts: Parts) -> int:
+    """Where the far end of an answer may be at most."""
+    on_cpu = any(lm.device.type == "cpu" for lm in _local(parts).values())
+    return FARTHEST_CPU if on_cpu else sys.maxsize
 
 
 def far_prompt(prompts: Sequence[Prompt], length: int) -> Prompt:
@@ -113,9 +125,10 @@ def head_findings(parts: Parts) -> Iterator[Finding]:
             yield passed("fused head", f"the {name}'s agrees with its own logits (largest difference {head.difference:.1g})")
 
 
-def check_sampler(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
+def check_sampler(config: Config, parts: Parts, rollouts: Sequence[Rollout], asked: Asked | None = None) -> Iterator[Finding]:
     """What the sampler calls the log-probs of its tokens is what the trainer computes for them."""
-    scored, written = parts.student_scorer.score(rollouts), [rollout.rollout_logprobs for rollout in rollouts]
+    known = asked or Asked(parts, config.rollout.temperature)
+    scored, written = known.scores(parts.student_scorer, rollouts), [rollout.rollout_logprobs for rollout in rollouts]
     half = parts.student_scorer.half or parts.engine.dtype != "float32"
     agree, largest, mean = agreement(scored, written, half=half)
     if agree:
@@ -129,12 +142,12 @@ def check_sampler(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> 
         )
 
 
-def check_scorers(config: Config, parts: Parts, rollouts: Sequence[Rollout]) -> Iterator[Finding]:
+def check_scorers(rollouts: Sequence[Rollout], asked: Asked, say: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
     """The echo test over every path of the run."""
-    paths, local, own = _paths(parts), _local(parts), {}
-    for path in paths:
-        if (lm := local.get(path.model_name)) is not None:
-            ids = len(parts.tokenizer) if path.reader is None else path.reader.ids
-            read = path.read(rollouts)
-            own[path.model_name] = own_logprobs(lm.model, read, config.rollout.temperature, ids, lm.autocast)
-    yield from check_echo(paths, own, rollouts)
+    own = {}
+    for kind, paths in asked.paths.items():
+        say(f"the {kind}'s plain forward pass, and each path to it")
+        for path in paths:
+            if (values := asked.own(path, asked.read(path, rollouts))) is not None:
+                own[path.model_name] = values
+        yield from check_echo(paths, own, rollouts, asked.scores)

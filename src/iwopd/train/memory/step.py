@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from iwopd.algo.agreement import working_bytes
 from iwopd.algo.head import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_GPU
 from iwopd.train.memory.passes import LOSS_BYTES, Pass
 from iwopd.train.memory.shapes import ModelShape
@@ -300,6 +301,8 @@ class DeviceMemory:
             if not student.adapter:
                 activations += (one.compute_bytes + MASTER_BYTES) * count.largest_tensor  # a gradient before it is added
             head = output
+        if not self.on_verl:
+            head += working_bytes(tokens, student.shape.hidden)
         parts = {
             "gradients": student.trained / self.shards,
             "autocast copies": 0.0 if self.on_verl else student.copies(kept=kept),

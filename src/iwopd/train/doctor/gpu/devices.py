@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ def choose_device(asked: str | None) -> str | Finding:
     """The device to look at: the one asked for, else the first GPU. If there is none, what to do."""
     if asked == "cpu":
         return asked
-    if asked is not None and not asked.startswith("cuda"):
+    if asked is not None and not re.fullmatch(r"cuda(:\d{1,4})?", asked):
         return failure(
             "device", f"{asked!r} is no device of this checklist", "name cuda, cuda:1, ... or cpu (ROCm's are called cuda, too)"
         )

@@ -1,6 +1,6 @@
 """Writes the recipes of this folder: one file for every run behind the paper's tables 1-4 and 7 and figures 1a, 2a, 4a and 4c.
 
-    python recipes/paper/generate.py
+    python src/iwopd/recipes/paper/generate.py
 
 Runs that several tables share have one file. Rows with a subscript 10 are the same run at step 10 (`--steps 10`); base rows are
 no runs. What the paper leaves open is said in README.md beside this file.
