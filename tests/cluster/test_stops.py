@@ -8,23 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster_support import Job, lines, steps, train
+from cluster_support import Job, assert_same_steps, lines, steps, train
 
 START_SECONDS = 600
 STOP_SECONDS = 120
 NO_CHECKPOINTS = ("--checkpoint.every", "100")
 """All that is saved is saved because of the signal."""
-
-
-def assert_same_steps(run: Path, whole: Path) -> None:
-    """Sampling noise is a function of step and prompt: equal numbers mean equal weights, optimizer, step and data."""
-    resumed, other = steps(run), steps(whole)
-    assert [step["step"] for step in resumed] == [step["step"] for step in other]
-    for own, theirs in zip(resumed, other, strict=True):
-        assert own["tokens"] == theirs["tokens"]
-        assert own["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-        assert own["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-        assert own["correction/ratio_deviation"] < 1e-4
 
 
 def driver(job: Job) -> int:

@@ -15,8 +15,9 @@ from iwopd.cluster.verl.job import LOCAL, RUNNING, VerlJob, check_size, command,
 from iwopd.cluster.verl.metrics import MetricsFile, noise_warning, step_stats
 from iwopd.cluster.verl.pools import pools
 from iwopd.cluster.verl.prompts import load_order, write_prompts
+from iwopd.cluster.verl.shared import check_shared
 from iwopd.cluster.verl.stops import Received, StopAskedError, StopFile, received_signals
-from iwopd.cluster.verl.translate import Places, evaluates, places
+from iwopd.cluster.verl.translate import Places, evaluates, model_paths, places
 from iwopd.config import Config
 from iwopd.filesystem import write_atomic
 from iwopd.runs.directory import RunDirectory
@@ -86,6 +87,8 @@ def run_on_verl(
     if doctor:
         check_other_teachers(config, tokenizer)
     tasks = evaluated_tasks(config, tokenizer)
+    if address != LOCAL:
+        check_shared(address, [folder.absolute(), places(config, folder).checkpoints], model_paths(config))
     with run.owned(messages.append):
         where = places(config, folder, _launches(folder) + 1)
         data = order.fingerprint()

@@ -129,6 +129,12 @@ def model_path(config: Config, name: str) -> str:
     return _everywhere(getattr(config.models, name))
 
 
+def model_paths(config: Config) -> list[str]:
+    """Folders or hub ids of all models that verl's workers load."""
+    others = [_everywhere(str(other.model)) for other in config.teacher.others.values()]
+    return [model_path(config, "student"), model_path(config, "teacher"), *others]
+
+
 def _everywhere(path: str) -> str:
     """A path that holds in other working directories, too; a hub id stays as it is."""
     local = Path(path).expanduser()
