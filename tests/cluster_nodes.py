@@ -19,6 +19,7 @@ START_SECONDS = 300
 VARIABLES = {
     "GLOO_SOCKET_IFNAME": INTERFACE,  # else gloo asks for the address of the host's name, which is not that of the machine
     "RAY_prestart_worker_first_driver": "0",  # one process per slot: too many for a small computer
+    "RAY_raylet_start_wait_time_s": "300",  # busy computers take longer than Ray's 30 s
 }
 
 

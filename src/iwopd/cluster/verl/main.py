@@ -13,7 +13,8 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from iwopd.cluster.verl.stops import StopFile, listen
+from iwopd.cluster.verl.machines import Machines, left, watch
+from iwopd.cluster.verl.stops import StopAskedError, StopFile, listen
 from iwopd.errors import UserError
 
 
@@ -36,6 +37,7 @@ def train(config: DictConfig) -> None:
 
     check_driver(config)
 
+    import ray
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
@@ -43,18 +45,25 @@ def train(config: DictConfig) -> None:
 
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-    run_ppo(config, task_runner_class=_Runner())
+    machines = Machines()
+    try:
+        run_ppo(config, task_runner_class=_Runner(machines))
+    except ray.exceptions.RayError as error:
+        if not isinstance(error, StopAskedError) and (gone := machines.gone()):
+            raise left(gone) from error
+        raise
 
 
 class _Runner:
-    """For `run_ppo`, which creates the task runner as soon as Ray is connected: until then Ray's own SIGTERM handler counts."""
+    """For `run_ppo`, which creates the task runner as soon as Ray is connected: before, it would replace our handler."""
 
-    def __init__(self) -> None:
+    def __init__(self, machines: Machines) -> None:
         import ray
 
         from iwopd.cluster.verl.trainer import TaskRunner
 
         self._class = ray.remote(TaskRunner)
+        self._machines = machines
 
     def options(self, **options: Any) -> Any:
         return self._class.options(**options)
@@ -62,6 +71,7 @@ class _Runner:
     def remote(self) -> Any:
         if (stop := StopFile.of_this_job()) is not None:
             listen(stop)
+        watch(self._machines)
         return self._class.remote()
 
 
