@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cluster_support import Job, train
@@ -67,6 +68,10 @@ class Nodes:
         return [node for node in (self.head, *self.workers) if node.job.pids(title)]
 
 
+def _started(job: Job) -> bool:
+    return "Ray runtime started" in job.text()
+
+
 @contextmanager
 def ray_nodes(folder: Path, before: str = "true") -> Iterator[Nodes]:
     """A head and three nodes with a GPU each; `before` is shell text that the first of these runs before Ray (mounts)."""
@@ -83,5 +88,5 @@ def ray_nodes(folder: Path, before: str = "true") -> Iterator[Nodes]:
             inside = machine.inside([*command, "--num-cpus=8"], f"{own} && {before}" if number == 1 else own)
             job = Job(inside, log=folder / f"node-{number}.log", variables={**VARIABLES, "RAY_TMPDIR": temporary})
             nodes.append(Node(machine, stack.enter_context(job)))
-            job.wait_for(lambda job=job: "Ray runtime started" in job.text(), START_SECONDS)
+            job.wait_for(partial(_started, job), START_SECONDS)
         yield Nodes(nodes[0], nodes[1:])

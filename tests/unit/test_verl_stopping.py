@@ -20,7 +20,7 @@ from iwopd.cluster.verl.watch import Watch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # verl imports what Ray calls old
-    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.v1 import trainer_base
 

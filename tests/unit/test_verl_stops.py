@@ -112,20 +112,17 @@ def test_a_job_that_was_stopped_by_others(tmp_path: Path) -> None:
 
 def test_the_echo_of_a_signal_is_the_same_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` and Slurm signal a process and its group; a second Ctrl-C is always meant."""
-    now = 100.0
-    monkeypatch.setattr(stops.time, "monotonic", lambda: now)
-    received = Received()
-    received.note(signal.SIGTERM)
-    now += stops.ECHO_SECONDS / 2
-    received.note(signal.SIGTERM)
-    assert not received.again
-    now += stops.ECHO_SECONDS
-    received.note(signal.SIGTERM)
-    assert received.again
-    other = Received()
-    other.note(signal.SIGINT)
-    other.note(signal.SIGINT)
-    assert other.again
+    echo, second, interrupts = Received(), Received(), Received()
+    monkeypatch.setattr(stops, "ECHO_SECONDS", PATIENCE)
+    for _ in range(3):
+        echo.note(signal.SIGTERM)
+    monkeypatch.setattr(stops, "ECHO_SECONDS", -1.0)
+    for _ in range(2):
+        second.note(signal.SIGTERM)
+    monkeypatch.setattr(stops, "ECHO_SECONDS", PATIENCE)
+    for _ in range(2):
+        interrupts.note(signal.SIGINT)
+    assert [echo.again, second.again, interrupts.again] == [False, True, True]
 
 
 DRIVER = """

@@ -19,6 +19,9 @@ from iwopd.cluster.verl.stops import StopAskedError, StopFile
 class StoppingTrainer(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
     """Looks at the stop file wherever a step can be left."""
 
+    global_steps: int
+    """The step under way; verl's own."""
+
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         self.iwopd_stop = StopFile.of_this_job()
