@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from cluster_support import Job, train
@@ -17,6 +16,7 @@ from netns import INTERFACE, Machine, as_in, machines
 
 PORT = 6379
 START_SECONDS = 300
+TRIES = 5
 VARIABLES = {
     "GLOO_SOCKET_IFNAME": INTERFACE,  # else gloo asks for the address of the host's name, which is not that of the machine
     "RAY_prestart_worker_first_driver": "0",  # one process per slot: too many for a small computer
@@ -68,8 +68,16 @@ class Nodes:
         return [node for node in (self.head, *self.workers) if node.job.pids(title)]
 
 
-def _started(job: Job) -> bool:
-    return "Ray runtime started" in job.text()
+def _started(stack: ExitStack, job: Job) -> Job:
+    """Start it, more than once if need be: Ray gives its own processes 30 s, which is not enough on a busy computer."""
+    stack.enter_context(job)
+    for _ in range(TRIES):
+        job.wait_for(lambda: "Ray runtime started" in job.text() or job.process.poll() is not None, START_SECONDS)
+        if job.process.poll() is None:
+            return job
+        job.end()
+        job.__enter__()
+    raise AssertionError(f"Ray did not start in {TRIES} tries:\n{job.text()[-3000:]}")
 
 
 @contextmanager
@@ -87,6 +95,5 @@ def ray_nodes(folder: Path, before: str = "true") -> Iterator[Nodes]:
                 command += [f"--address={nodes[0].machine.address}:{PORT}", "--num-gpus=1"]
             inside = machine.inside([*command, "--num-cpus=8"], f"{own} && {before}" if number == 1 else own)
             job = Job(inside, log=folder / f"node-{number}.log", variables={**VARIABLES, "RAY_TMPDIR": temporary})
-            nodes.append(Node(machine, stack.enter_context(job)))
-            job.wait_for(partial(_started, job), START_SECONDS)
+            nodes.append(Node(machine, _started(stack, job)))
         yield Nodes(nodes[0], nodes[1:])

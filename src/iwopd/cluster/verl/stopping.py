@@ -38,18 +38,15 @@ class StoppingTrainer(PPOTrainerSync):  # type: ignore[misc]  # verl has no type
             raise
 
     def prepare_step(self) -> Any:
-        """Notes the position in the data before the step's prompts are fetched: it belongs to the step before."""
+        """Notes the position in the data before the step's prompts are fetched: it belongs to the step before.
+
+        A step whose update had begun is logged by now, so this is where it ends.
+        """
         if self.train_dataloader_it is not None:
             self.iwopd_position = deepcopy(self.train_dataloader.state_dict())
         self.leave_if_asked()
         self.iwopd_training = True
         return super().prepare_step()
-
-    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
-        batch = super().step(metrics, timing_raw)
-        if self._asked():
-            self.config.trainer.save_freq = 1  # verl saves now, logs the step, and comes to the next `prepare_step`
-        return batch
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
