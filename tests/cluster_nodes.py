@@ -15,7 +15,7 @@ from cluster_support import Job, train
 from netns import INTERFACE, Machine, as_in, machines
 
 PORT = 6379
-START_SECONDS = 300
+START_SECONDS = 900
 TRIES = 5
 VARIABLES = {
     "GLOO_SOCKET_IFNAME": INTERFACE,  # else gloo asks for the address of the host's name, which is not that of the machine
