@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
@@ -32,6 +32,7 @@ from iwopd.analysis.reproduce.prediction import (
     PROBES,
     PredictionError,
     prediction_section,
+    probe_world,
     read_probes,
     reproduce_prediction,
     unprobed,
@@ -241,10 +242,10 @@ def test_records_are_read_and_only_what_is_missing_is_probed(tmp_path: Path, mon
     (tmp_path / "runs-w.jsonl").write_text("".join(json.dumps(one) + "\n" for one in runs))
     (tmp_path / PROBES).write_text(json.dumps(probes[0]) + "\n")
     (tmp_path / "probes.jsonl").write_text(json.dumps({"world": "w", "lineage": 1, "alignment": {"rules": {}}}) + "\n")
-    assert unprobed(runs, read_probes(tmp_path)) == [("w", 1)]
+    assert unprobed(runs, read_probes(tmp_path)) == [("w", 1, "null")]
     asked = []
 
-    def probe_world(world: str, lineage: int) -> dict[str, Any]:
+    def probe_world(world: str, lineage: int, models: str) -> dict[str, Any]:
         asked.append((world, lineage))
         return probes[1]
 
@@ -255,6 +256,28 @@ def test_records_are_read_and_only_what_is_missing_is_probed(tmp_path: Path, mon
     reproduce_prediction(tmp_path, quiet)
     reproduce_prediction(tmp_path, quiet)
     assert asked == [("w", 1)]
+
+
+def test_a_probe_belongs_to_the_models_that_were_trained() -> None:
+    """A lineage has other weights on another kind of processor."""
+    here, elsewhere = {"student": "a", "teacher": "b"}, {"student": "a", "teacher": "c"}
+    runs = [{**one, "models": here} for one in trained("w", 0, 1.0, 2.0, 3.0)]
+    probe = probed("w", 0, 0.1, 0.2, 0.3)
+    for other in (elsewhere, None):
+        strange = {**probe, "models": other}
+        assert pairs_of(runs, [strange]) == []
+        assert unprobed(runs, [strange]) == [("w", 0, json.dumps(here))]
+    assert len(pairs_of(runs, [{**probe, "models": elsewhere}, {**probe, "models": here}])) == 1
+
+
+@pytest.mark.parametrize(("models", "why"), [("null", "do not name their models"), ('{"student": "a"}', "began from other")])
+def test_only_the_models_of_the_runs_are_probed(models: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Opened:
+        weights: ClassVar = {"student": "b", "teacher": "c"}
+
+    monkeypatch.setattr("iwopd.tiny.open_world", lambda recipe, progress: Opened())
+    with pytest.raises(PredictionError, match=rf"the runs of world clean, lineage 0 {why}.*--results"):
+        probe_world("clean", 0, models)
 
 
 def test_the_command_prints_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,8 @@ from iwopd.analysis.probe.result import Estimate
 from iwopd.methods import GAMMAS, METHODS, TITLES, identity, probed_methods
 
 Record = Mapping[str, Any]
+Place = tuple[str, int, str]
+"""World, lineage, and the names of both models' weights."""
 LEAST_PAIRS = 4
 """Pairs in a half that a statement takes."""
 LEAST_METHODS = 3
@@ -111,27 +113,33 @@ def pairs_of(runs: Iterable[Record], probes: Iterable[Record]) -> list[Pair]:
     A run record has `world`, `lineage`, `seed`, `accuracy` (step: percent), and `settings` (those that are not the default, by
     dotted name) or a `title`. A probe record has `world`, `lineage`, and `cosines` (method: number) or `alignment.rules`
     (method: mean, low, high), and `agreement`; several records of one pair complete each other. Of runs that differ in settings
-    beside the method (a learning rate, a horizon), a world's most frequent ones are taken.
+    beside the method (a learning rate, a horizon), a world's most frequent ones are taken. Both may name the weights of their
+    models (`models`): a lineage has others on another kind of processor, and what began from those is no run of this pair.
     """
-    known: dict[tuple[str, int], dict[str, Any]] = {}
+    known: dict[Place, dict[str, Any]] = {}
     for record in probes:
-        place = known.setdefault((str(record["world"]), int(record["lineage"])), {"cosines": {}, "agreement": None})
+        place = known.setdefault(place_of(record), {"cosines": {}, "agreement": None})
         place["cosines"] |= _cosines(record)
         if (agreement := _number(record.get("agreement"))) is not None:
             place["agreement"] = agreement
-    reached: dict[tuple[str, int], dict[str, dict[int, list[float]]]] = {}
+    reached: dict[Place, dict[str, dict[int, list[float]]]] = {}
     known_methods = [(record, method) for record in runs if (method := method_of(record)) is not None]
     usual = _alike([record for record, _ in known_methods])
     for record, method in known_methods:
         if _shared(record) != usual[str(record["world"])]:
             continue
-        steps = reached.setdefault((str(record["world"]), int(record["lineage"])), {}).setdefault(method, {})
+        steps = reached.setdefault(place_of(record), {}).setdefault(method, {})
         for step, value in record["accuracy"].items():
             steps.setdefault(int(step), []).append(float(value))
     return [
-        Pair(*place, accuracy={method: _means(steps) for method, steps in reached[place].items()}, **known[place])
+        Pair(*place[:2], accuracy={method: _means(steps) for method, steps in reached[place].items()}, **known[place])
         for place in sorted(known.keys() & reached.keys())
     ]
+
+
+def place_of(record: Record) -> Place:
+    """The pair of a run or a probe."""
+    return str(record["world"]), int(record["lineage"]), json.dumps(record.get("models"), sort_keys=True)
 
 
 def method_of(record: Record) -> str | None:

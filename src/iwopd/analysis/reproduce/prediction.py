@@ -24,12 +24,14 @@ from iwopd.analysis.prediction import (
     Chooser,
     Family,
     Pair,
+    Place,
     Record,
     Regret,
     choosers,
     gate_record,
     method_of,
     pairs_of,
+    place_of,
     rank_agreement,
     regrets,
     split_half,
@@ -81,30 +83,39 @@ def read_probes(results: Path) -> list[Record]:
     return list(read_records(path for path in (results / "probes.jsonl", results / PROBES) if path.is_file()))
 
 
-def unprobed(runs: Iterable[Record], probes: Iterable[Record]) -> list[tuple[str, int]]:
-    """World and lineage of pairs that were trained and have no probe with both numbers."""
-    trained = {(str(run["world"]), int(run["lineage"])) for run in runs if method_of(run) is not None}
-    known = {(one["world"], one["lineage"]) for one in probes if "cosines" in one and "agreement" in one}
+def unprobed(runs: Iterable[Record], probes: Iterable[Record]) -> list[Place]:
+    """Pairs that were trained and have no probe with both numbers."""
+    trained = {place_of(run) for run in runs if method_of(run) is not None}
+    known = {place_of(one) for one in probes if "cosines" in one and "agreement" in one}
     return sorted(trained - known)
 
 
-def probe_world(world: str, lineage: int) -> dict[str, Any]:
-    """The record of a pair, its cosines and agreement measured now."""
+def probe_world(world: str, lineage: int, models: str) -> dict[str, Any]:
+    """The record of a pair, its cosines and agreement measured now. Other models than the runs' are refused."""
     with pretraining_progress() as progress:
         opened = tiny.open_world(tiny.world_recipe(world, lineage=lineage), progress=progress)
+    if (here := json.dumps(opened.weights, sort_keys=True)) != models:
+        what = (
+            "do not name their models" if models == "null" else f"began from other models ({models}) than those here ({here})"
+        )
+        raise PredictionError(
+            f"the runs of world {world}, lineage {lineage} {what}, so a probe made here says nothing of them: train them here "
+            "into another folder (--results), or read what is recorded (--read-only)"
+        )
     config = make_config({"threads": 1, "models": {"world": world, "lineage": lineage}})
     material = world_material(opened, BATCHES * PROMPTS)
     methods = [*SAMPLED, *WHOLE]
     found = probe_pair(config, batches=BATCHES, prompts=PROMPTS, methods=methods, material=material)
-    return {"key": f"{world}-{lineage}-{BATCHES * PROMPTS}", "world": world, "lineage": lineage, **found.record}
+    place = {"key": f"{world}-{lineage}-{BATCHES * PROMPTS}", "world": world, "lineage": lineage}
+    return {**place, **found.record, "models": opened.weights}
 
 
 def reproduce_prediction(results: Path, console: Console, *, measure: bool = True) -> ItemSection:
     """Probe the pairs that lack one (if `measure`), each kept as soon as it is made; then read the section off the records."""
     runs, probes = read_runs(results), read_probes(results)
-    for world, lineage in unprobed(runs, probes) if measure else ():
+    for world, lineage, models in unprobed(runs, probes) if measure else ():
         console.print(f"probe: world {world}, lineage {lineage}", highlight=False)
-        record = probe_world(world, lineage)
+        record = probe_world(world, lineage, models)
         with (results / PROBES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         probes.append(record)
