@@ -19,15 +19,18 @@ from iwopd.analysis.prediction import (
     Chooser,
     advise,
     choosers,
+    first_batches,
     gate_record,
     method_of,
     method_section,
+    over_pairs,
     pairs_of,
     rank_agreement,
     regret,
     regrets,
     split_half,
 )
+from iwopd.analysis.probe.result import Estimate
 from iwopd.analysis.reproduce.prediction import (
     PROBES,
     PredictionError,
@@ -122,13 +125,15 @@ def test_runs_are_known_by_their_settings() -> None:
 
 
 def test_rank_correlation_by_pair_world_and_over_all() -> None:
-    runs = trained("a", 0, 10, 20, 30) + trained("a", 1, 10, 20, 30) + trained("b", 0, 30, 20, 10)
-    probes = [probed("a", 0, 0.1, 0.2, 0.3), probed("a", 1, 0.3, 0.2, 0.1), probed("b", 0, 0.3, 0.1, 0.2)]
+    runs = [one for place in (("a", 0), ("a", 1), ("b", 0), ("b", 1)) for one in trained(*place, 10, 20, 30)]
+    probes = [probed("a", 0, 0.1, 0.2, 0.3), probed("a", 1, 0.3, 0.2, 0.1), probed("b", 0, 0.1, 0.3, 0.2)]
+    probes.append(probed("b", 1, 0.1, 0.3, 0.2))
     found = rank_agreement(pairs_of(runs, probes), SAMPLES, 40)
-    assert {place: pytest.approx(rho) for place, rho in found.by_pair.items()} == {("a", 0): 1, ("a", 1): -1, ("b", 0): 0.5}
-    assert found.overall.mean == pytest.approx(1 / 6)
-    spread = math.sqrt(((1 - 1 / 6) ** 2 + (1 + 1 / 6) ** 2 + (0.5 - 1 / 6) ** 2) / 2)
-    assert found.overall.high == pytest.approx(1 / 6 + 4.302653 * spread / math.sqrt(3), rel=1e-5)  # t of two degrees
+    wanted = {("a", 0): 1, ("a", 1): -1, ("b", 0): 0.5, ("b", 1): 0.5}
+    assert {place: pytest.approx(rho) for place, rho in found.by_pair.items()} == wanted
+    assert found.overall.mean == pytest.approx(1 / 4)
+    spread = math.sqrt((0.75**2 + 1.25**2 + 2 * 0.25**2) / 3)
+    assert found.overall.high == pytest.approx(1 / 4 + 3.182446 * spread / math.sqrt(4), rel=1e-5)  # t of three degrees
     assert found.by_world["a"].mean == pytest.approx(0)
     assert found.by_world["b"].low is None
 
@@ -270,6 +275,30 @@ def test_a_probe_belongs_to_the_models_that_were_trained() -> None:
     assert len(pairs_of(runs, [{**probe, "models": elsewhere}, {**probe, "models": here}])) == 1
 
 
+def test_a_run_tells_of_the_pair_before_its_first_update() -> None:
+    """Without a probe: the agreement of its first batch, under uniform weights and whole distributions."""
+    runs = trained("w", 0, 10.0, 11.0, 30.0) + trained("w", 1, 30.0, 20.0, 10.0)
+    seen = {0: [-0.3, 0.9], 1: [0.4, -0.9]}
+    runs += [run("w", lineage, TITLES["kl"], 20.0, agreement=values) for lineage, values in seen.items()]
+    runs += [run("w", 0, TITLES["kl-survival"], 25.0, agreement=[0.8]), run("w", 2, TITLES["kl"], 5.0, agreement=[None])]
+    assert [(one["lineage"], one["agreement"]) for one in first_batches(runs)] == [(0, -0.3), (1, 0.4)]
+    section = prediction_section(runs, [])
+    assert section.numbers["pairs"] == 2
+    assert section.words[1].startswith("2 of them have no probe")
+    found = regrets(pairs_of(runs, first_batches(runs)), Chooser("", "agreement", 0.1), SAMPLES, 40)
+    assert found[0].by_pair == {("w", 0): 0.0, ("w", 1): 0.0}
+    probe = probed("w", 0, 0.1, 0.2, 0.3, agreement=0.5)  # a probe counts more
+    assert "1 of them have no probe" in prediction_section(runs, [probe]).words[1]
+
+
+def test_intervals_take_four_pairs() -> None:
+    assert over_pairs([1.0, 2.0, 3.0]) == Estimate(mean=2.0)
+    assert over_pairs([]) == Estimate(mean=None)
+    four = over_pairs([0.0, 0.0, 0.0, 4.0], least=0.0)
+    assert (four.mean, four.low) == (1.0, 0.0)
+    assert four.high is not None
+
+
 @pytest.mark.parametrize(("models", "why"), [("null", "do not name their models"), ('{"student": "a"}', "began from other")])
 def test_only_the_models_of_the_runs_are_probed(models: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Opened:
@@ -316,6 +345,10 @@ def test_advice() -> None:
         "(-0.40 to +0.20), below 0.1; its interval leaves it open"
         in advise({"agreement": -0.1, "agreement_interval": [-0.4, 0.2]}).words
     )
+    unsure = advise({"agreement": 0.3, "agreement_interval": [-0.1, 0.7]})
+    assert unsure.method == "survival"  # wrong advice costs more the other way
+    assert "at least 0.1; its interval leaves it open" in unsure.words
+    assert advise({"agreement": 0.3, "agreement_interval": [0.2, 0.4]}).method == "opd"
     assert advise({"agreement": 0.0}, DISTRIBUTIONS).method == "kl-survival"
     assert advise({"agreement": 0.5}, DISTRIBUTIONS).method == "kl"
     with pytest.raises(ValueError, match="no agreement"):

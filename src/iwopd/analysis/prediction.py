@@ -24,15 +24,15 @@ from typing import Any, NamedTuple
 from iwopd.algo.drift_weights import LEAST
 from iwopd.algo.objectives import make_objective
 from iwopd.algo.ranking import spearman
-from iwopd.analysis.probe.intervals import over_batches
 from iwopd.analysis.probe.result import Estimate
+from iwopd.eval.statistics import LEAST_UNITS, over_units
 from iwopd.methods import GAMMAS, METHODS, TITLES, identity, probed_methods
 
 Record = Mapping[str, Any]
 Place = tuple[str, int, str]
 """World, lineage, and the names of both models' weights."""
-LEAST_PAIRS = 4
-"""Pairs in a half that a statement takes."""
+LEAST_PAIRS = LEAST_UNITS
+"""Pairs that an interval takes, and a half of them that a statement is made of."""
 LEAST_METHODS = 3
 """Methods that a ranking takes: of two, every correlation is 1 or -1."""
 MARGINS = (0.0, 0.02, 0.05, 0.1)
@@ -54,6 +54,8 @@ SAMPLED = (
     "linear-decay-4",
 )
 WHOLE = ("kl", "kl-survival", "kl-gated")
+UNTOUCHED = WHOLE[0]
+"""The method whose first batch is looked at: every token counts, and the cosine is of whole distributions."""
 KEYS = {
     **{title: name for name, title in TITLES.items() if name in (*SAMPLED, *WHOLE)},
     **{f"IW-OPD, gamma {gamma:g}": "iw-opd" if gamma == 0.5 else f"iw-opd-{gamma:g}" for gamma in GAMMAS},
@@ -137,6 +139,18 @@ def pairs_of(runs: Iterable[Record], probes: Iterable[Record]) -> list[Pair]:
     ]
 
 
+def first_batches(runs: Iterable[Record]) -> list[dict[str, Any]]:
+    """What runs themselves saw before their first update, as probe records: the agreement of the first batch under uniform
+    weights and whole distributions. One batch is less than a probe, and without solutions there are no cosines.
+    """
+    found = []
+    for record in runs:
+        measured = record.get("agreement") or [None]
+        if method_of(record) == UNTOUCHED and measured[0] is not None:
+            found.append({name: record.get(name) for name in ("world", "lineage", "models")} | {"agreement": measured[0]})
+    return found
+
+
 def place_of(record: Record) -> Place:
     """The pair of a run or a probe."""
     return str(record["world"]), int(record["lineage"]), json.dumps(record.get("models"), sort_keys=True)
@@ -194,6 +208,16 @@ def _means(steps: Mapping[int, Sequence[float]]) -> dict[int, float]:
     return {step: math.fsum(values) / len(values) for step, values in sorted(steps.items())}
 
 
+def over_pairs(values: Sequence[float], least: float = -math.inf) -> Estimate:
+    """Mean over pairs, with Student's t interval (not below `least`) if there are pairs enough for one."""
+    if not values:
+        return Estimate(mean=None)
+    found = over_units(values)
+    if not found.enough:
+        return Estimate(mean=found.interval.mean)
+    return Estimate(mean=found.interval.mean, low=max(least, found.interval.low), high=found.interval.high)
+
+
 # --- rankings --------------------------------------------------------------------------------------------------------
 
 
@@ -216,8 +240,8 @@ def rank_agreement(pairs: Sequence[Pair], family: Family, step: int) -> RankAgre
         if len(both) >= LEAST_METHODS and not math.isnan(rho):
             found[pair.world, pair.lineage] = rho
     worlds = dict.fromkeys(world for world, _ in found)
-    by_world = {name: over_batches([rho for (world, _), rho in found.items() if world == name]) for name in worlds}
-    return RankAgreement(found, over_batches(list(found.values())), by_world)
+    by_world = {name: over_pairs([rho for (world, _), rho in found.items() if world == name]) for name in worlds}
+    return RankAgreement(found, over_pairs(list(found.values())), by_world)
 
 
 class GateRecord(NamedTuple):
@@ -300,7 +324,7 @@ def regret(pairs: Sequence[Pair], chooser: Chooser, family: Family, step: int) -
     for pair in pairs:
         if (chosen := chooser.choose(pair, family, step)) is not None:
             found[pair.world, pair.lineage] = pair.best(family, step) - pair.reached(family, step)[chosen]
-    return Regret(chooser, found, over_batches(list(found.values())))
+    return Regret(chooser, found, over_pairs(list(found.values()), least=0.0))
 
 
 def regrets(pairs: Sequence[Pair], probe: Chooser, family: Family, step: int) -> list[Regret]:
@@ -310,7 +334,7 @@ def regrets(pairs: Sequence[Pair], probe: Chooser, family: Family, step: int) ->
     for rival in always(family):
         theirs = regret(pairs, rival, family, step)
         both = [value - theirs.by_pair[place] for place, value in ours.by_pair.items() if place in theirs.by_pair]
-        listed.append(theirs._replace(difference=over_batches(both)))
+        listed.append(theirs._replace(difference=over_pairs(both)))
     return listed
 
 
@@ -355,23 +379,25 @@ class Advice(NamedTuple):
 
 
 def advise(probe: Record, family: Family = FAMILIES[0], threshold: float = THRESHOLD) -> Advice:
-    """Survival weights where the tokens after a drift pull elsewhere, uniform ones where they pull the same way.
+    """Uniform weights where the tokens after a drift surely pull where those before it do, else survival weights.
 
-    Read off the probe's `agreement`; `agreement_interval` (low, high), if it is there, says how sure that is.
+    Read off the probe's `agreement`; `agreement_interval` (low, high), if it is there, says how sure that is. In doubt it is
+    survival, because the two mistakes do not cost the same: docs/results.md, "A probe that predicts".
     """
     agreement = _number(probe.get("agreement"))
     if agreement is None:
         raise ValueError("the probe has no agreement of gradients: nothing can be recommended")
     low, high = (_number(value) for value in probe.get("agreement_interval") or (None, None))
-    sure = "" if low is None or high is None else f" ({low:+.2f} to {high:+.2f})"
-    doubt = "" if low is None or high is None or not low < threshold < high else "; its interval leaves it open"
+    told = "" if low is None or high is None else f" ({low:+.2f} to {high:+.2f})"
+    open_ = low is not None and high is not None and low < threshold < high
+    doubt = "; its interval leaves it open" if open_ else ""
+    side = "below" if agreement < threshold else "at least"
     if agreement < threshold:
-        method, side, why = (
-            family.survival,
-            "below",
-            "do not pull where those before it do, so they are left to survival weights",
-        )
+        method, why = family.survival, "do not pull where those before it do, so they are left to survival weights"
+    elif open_:
+        method, why = family.survival, "may not pull where those before it do, and survival weights lose less if that is wrong"
     else:
-        method, side, why = family.plain, "at least", "pull where those before it do, so all tokens count alike"
-    said = f"agreement of gradients {agreement:+.2f}{sure}, {side} {threshold:g}{doubt}"
-    return Advice(method, f"{said}: the tokens after a drift {why}")
+        method, why = family.plain, "pull where those before it do, so all tokens count alike"
+    return Advice(
+        method, f"agreement of gradients {agreement:+.2f}{told}, {side} {threshold:g}{doubt}: the tokens after a drift {why}"
+    )

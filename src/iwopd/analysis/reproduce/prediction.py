@@ -28,6 +28,7 @@ from iwopd.analysis.prediction import (
     Record,
     Regret,
     choosers,
+    first_batches,
     gate_record,
     method_of,
     pairs_of,
@@ -52,6 +53,10 @@ EARLY, LATE = 10, 40
 TOO_FEW = "too few to tell"
 ABOUT = "not in the paper: does a probe before training predict the ranking of methods after it?"
 UNIT = "The unit of means and t intervals is the pair, a lineage in its world; seeds are averaged within it."
+
+FIRST_BATCH = (
+    "have no probe: their agreement is that of the first batch of their own run under the reverse KL, before its first update."
+)
 
 
 class PredictionError(UserError, ValueError):
@@ -143,10 +148,15 @@ def prediction_alone(
 
 def prediction_section(runs: Iterable[Record], probes: Iterable[Record]) -> ItemSection:
     """Rank correlations, regrets, and the choice on one half reported on the other, family by family."""
-    pairs = pairs_of(runs, probes)
+    runs, probes = list(runs), list(probes)
+    probed = {place_of(one) for one in probes}
+    seen = [one for one in first_batches(runs) if place_of(one) not in probed]
+    pairs = pairs_of(runs, [*probes, *seen])
     tables: list[Table] = []
     worlds = ", ".join(dict.fromkeys(pair.world for pair in pairs))
-    words = [f"{len(pairs)} pairs were probed and trained{f' (worlds {worlds})' if pairs else ''}. {UNIT}"]
+    words = [f"{len(pairs)} pairs were trained, and looked at before{f' (worlds {worlds})' if pairs else ''}. {UNIT}"]
+    if unseen := len({place_of(one) for one in seen}):
+        words.append(f"{unseen} of them {FIRST_BATCH}")
     numbers: dict[str, Any] = {"pairs": len(pairs)}
     for family in FAMILIES:
         trained = [pair for pair in pairs if len(pair.reached(family, LATE)) > 1]
@@ -163,13 +173,23 @@ def prediction_section(runs: Iterable[Record], probes: Iterable[Record]) -> Item
 def _family(pairs: Sequence[Pair], family: Family) -> tuple[list[Table], list[str], dict[str, Any]]:
     ranking, numbers = _ranking(pairs, family)
     words = [_gate_words(pairs, family)]
-    first = [next(one for one in choosers() if (one.statistic, one.value) == wanted) for wanted in _WITHOUT_A_CHOICE]
-    tables = [ranking, _regrets_table(f"regret at step {LATE}, points: all pairs", pairs, first, family)]
+    ranked = any(pair.cosines for pair in pairs)
+    if not ranked:
+        words.append(f"Rank correlation, {family.words}: no pair has a probe with cosines.")
+    first = [
+        next(one for one in choosers() if (one.statistic, one.value) == wanted)
+        for wanted in _WITHOUT_A_CHOICE
+        if ranked or wanted[0] != "cosine"
+    ]
+    tables = [ranking] if ranked else []
+    for step in (EARLY, LATE):
+        title = f"{family.words}, regret at step {step}, points: all pairs"
+        tables.append(_table(title, [regrets(pairs, guide, family, step) for guide in first]))
     halves = split_half(pairs, family, LATE)
     if halves is None:
         words.append(f"Chosen on even lineages, reported on odd ones: {TOO_FEW}, a half takes {LEAST_PAIRS} pairs.")
         return tables, words, numbers
-    tables.append(_table(f"regret at step {LATE}, points: odd lineages", [halves.reported]))
+    tables.append(_table(f"{family.words}, regret at step {LATE}, points: odd lineages", [halves.reported]))
     tried = [[one.chooser.name, _shown(one.mean, ".1f")] for one in halves.tried]
     tables.append(Table([f"tried on even lineages, {family.words}", "regret"], tried))
     words.append(_halves_words(halves.chosen, halves.reported, family))
@@ -201,10 +221,6 @@ def _gate_words(pairs: Sequence[Pair], family: Family) -> str:
         f"Agreement, {what} at step {LATE}: below {THRESHOLD:g} or not, it names the better of the two in {found.right} of "
         f"{found.pairs} pairs; rank correlation with the gain of survival over pairs {found.correlation:+.2f}, no interval."
     )
-
-
-def _regrets_table(title: str, pairs: Sequence[Pair], guides: Sequence[Chooser], family: Family) -> Table:
-    return _table(title, [regrets(pairs, guide, family, LATE) for guide in guides])
 
 
 def _table(title: str, listed: Sequence[Sequence[Regret]]) -> Table:
