@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from iwopd.algo.ranking import ranks, spearman
+from iwopd.analysis.advice import advise
 from iwopd.analysis.prediction import (
     FAMILIES,
     KEYS,
     SAMPLED,
     WHOLE,
     Chooser,
-    advise,
     choosers,
     first_batches,
     gate_record,

@@ -230,6 +230,7 @@ def test_only_what_is_missing_is_made_and_recorded_at_once(
 
     opened: list[Any] = []
     monkeypatch.setattr("iwopd.tiny.open_world", lambda recipe, **_: opened.append(recipe))
+    monkeypatch.setattr("iwopd.tiny.World.weights", DIGESTS)
     monkeypatch.setattr("iwopd.train.many._start", start)
     design = ["--lineages", 2, "--seeds", 1, "--first-seed", 3, "--steps", 20, "--problems", PROBLEMS, "--jobs", 1]
     assert call("p5", *design, "--results", results, "--out", runs.root) == 0
@@ -240,6 +241,11 @@ def test_only_what_is_missing_is_made_and_recorded_at_once(
     assert call("p5", *design, "--results", results, "--out", tmp_path / "new") == 0
     assert len(made) == 2  # a fresh clone trains nothing
     assert len(opened) == 2
+    file = Records(tmp_path / "other" / "runs-clean.jsonl")
+    file.add([{**one, "models": {**DIGESTS, "teacher": "cc"}} for one in records.values() if one["title"] != "IW-OPD"])
+    assert call("p5", *design, "--results", file.path.parent, "--out", tmp_path / "new") == 2
+    assert "and the models here: clean lineage 0 began from different models: teacher weights cc" in capsys.readouterr().err
+    assert len(made) == 2  # refused before anything is trained
 
 
 def test_folders_that_are_no_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

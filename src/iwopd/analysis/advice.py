@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from iwopd.analysis.pair_probe import BATCHES, PROMPTS, probe_pair
-from iwopd.analysis.prediction import FAMILIES, THRESHOLD, Family, advise
+from iwopd.analysis.prediction import FAMILIES, THRESHOLD, Family, Record, number
 from iwopd.config import Config, make_config
 from iwopd.errors import ConfigError
 from iwopd.methods import METHODS, TITLES
@@ -24,6 +24,38 @@ from iwopd.train.tokenizers import foreign_tokenizers
 REMEDY = "name a method in the recipe instead (`iwopd methods` lists them; `iwopd probe` helps to choose)"
 LEAST_GAP = 1e-3
 """Nats a token: below this, gradients are rounding."""
+
+
+class Advice(NamedTuple):
+    """A method by its name in the catalogue, and why."""
+
+    method: str
+    words: str
+
+
+def advise(probe: Record, family: Family = FAMILIES[0], threshold: float = THRESHOLD) -> Advice:
+    """Uniform weights where the tokens after a drift surely pull where those before it do, else survival weights.
+
+    Read off the probe's `agreement`; `agreement_interval` (low, high), if it is there, says how sure that is. In doubt it is
+    survival, because the two mistakes do not cost the same: docs/results.md, "A probe that predicts".
+    """
+    agreement = number(probe.get("agreement"))
+    if agreement is None:
+        raise ValueError("the probe has no agreement of gradients: nothing can be recommended")
+    low, high = (number(value) for value in probe.get("agreement_interval") or (None, None))
+    told = "" if low is None or high is None else f" ({low:+.2f} to {high:+.2f})"
+    open_ = low is not None and high is not None and low < threshold < high
+    doubt = "; its interval leaves it open" if open_ else ""
+    side = "below" if agreement < threshold else "at least"
+    if agreement < threshold:
+        method, why = family.survival, "do not pull where those before it do, so they are left to survival weights"
+    elif open_:
+        method, why = family.survival, "may not pull where those before it do, and survival weights lose less if that is wrong"
+    else:
+        method, why = family.plain, "pull where those before it do, so all tokens count alike"
+    return Advice(
+        method, f"agreement of gradients {agreement:+.2f}{told}, {side} {threshold:g}{doubt}: the tokens after a drift {why}"
+    )
 
 
 def advised(

@@ -122,7 +122,7 @@ def pairs_of(runs: Iterable[Record], probes: Iterable[Record]) -> list[Pair]:
     for record in probes:
         place = known.setdefault(place_of(record), {"cosines": {}, "agreement": None})
         place["cosines"] |= _cosines(record)
-        if (agreement := _number(record.get("agreement"))) is not None:
+        if (agreement := number(record.get("agreement"))) is not None:
             place["agreement"] = agreement
     reached: dict[Place, dict[str, dict[int, list[float]]]] = {}
     known_methods = [(record, method) for record in runs if (method := method_of(record)) is not None]
@@ -196,11 +196,12 @@ def _alike(runs: Sequence[Record]) -> dict[str, str]:
 def _cosines(record: Record) -> dict[str, float]:
     listed = record.get("cosines") or (record.get("alignment") or {}).get("rules") or {}
     means = {key: value[0] if isinstance(value, Sequence) else value for key, value in listed.items()}
-    numbers = {"iw-opd" if key == "iw-opd-0.5" else key: _number(value) for key, value in means.items()}
+    numbers = {"iw-opd" if key == "iw-opd-0.5" else key: number(value) for key, value in means.items()}
     return {key: value for key, value in numbers.items() if value is not None}
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+    """None for what is no number."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
@@ -366,38 +367,3 @@ def split_half(pairs: Sequence[Pair], family: Family, step: int) -> SplitHalf | 
 
 def _mean(estimate: Estimate) -> float:
     return math.inf if estimate.mean is None else estimate.mean
-
-
-# --- advice ----------------------------------------------------------------------------------------------------------
-
-
-class Advice(NamedTuple):
-    """A method by its name in the catalogue, and why."""
-
-    method: str
-    words: str
-
-
-def advise(probe: Record, family: Family = FAMILIES[0], threshold: float = THRESHOLD) -> Advice:
-    """Uniform weights where the tokens after a drift surely pull where those before it do, else survival weights.
-
-    Read off the probe's `agreement`; `agreement_interval` (low, high), if it is there, says how sure that is. In doubt it is
-    survival, because the two mistakes do not cost the same: docs/results.md, "A probe that predicts".
-    """
-    agreement = _number(probe.get("agreement"))
-    if agreement is None:
-        raise ValueError("the probe has no agreement of gradients: nothing can be recommended")
-    low, high = (_number(value) for value in probe.get("agreement_interval") or (None, None))
-    told = "" if low is None or high is None else f" ({low:+.2f} to {high:+.2f})"
-    open_ = low is not None and high is not None and low < threshold < high
-    doubt = "; its interval leaves it open" if open_ else ""
-    side = "below" if agreement < threshold else "at least"
-    if agreement < threshold:
-        method, why = family.survival, "do not pull where those before it do, so they are left to survival weights"
-    elif open_:
-        method, why = family.survival, "may not pull where those before it do, and survival weights lose less if that is wrong"
-    else:
-        method, why = family.plain, "pull where those before it do, so all tokens count alike"
-    return Advice(
-        method, f"agreement of gradients {agreement:+.2f}{told}, {side} {threshold:g}{doubt}: the tokens after a drift {why}"
-    )

@@ -39,7 +39,7 @@ from iwopd.analysis.prediction import (
 )
 from iwopd.analysis.probe.inputs import world_material
 from iwopd.analysis.probe.result import Estimate
-from iwopd.analysis.reproduce.tables import ItemSection, Table, markdown, print_section
+from iwopd.analysis.reproduce.tables import NOT_RUN, ItemSection, Table, markdown, print_section
 from iwopd.config import make_config
 from iwopd.errors import UserError
 from iwopd.methods import TITLES
@@ -181,7 +181,7 @@ def _family(pairs: Sequence[Pair], family: Family) -> tuple[list[Table], list[st
         for wanted in _WITHOUT_A_CHOICE
         if ranked or wanted[0] != "cosine"
     ]
-    tables = [ranking] if ranked else []
+    tables = [_pairs_table(pairs, family), *([ranking] if ranked else [])]
     for step in (EARLY, LATE):
         title = f"{family.words}, regret at step {step}, points: all pairs"
         tables.append(_table(title, [regrets(pairs, guide, family, step) for guide in first]))
@@ -199,6 +199,17 @@ def _family(pairs: Sequence[Pair], family: Family) -> tuple[list[Table], list[st
 
 _WITHOUT_A_CHOICE = (("cosine", 0.0), ("agreement", THRESHOLD))
 """Ways of choosing that nobody tuned: the largest cosine, and the gate's own threshold."""
+
+
+def _pairs_table(pairs: Sequence[Pair], family: Family) -> Table:
+    """What was known of every pair, and what became of it."""
+    rows = []
+    for pair in pairs:
+        reached = pair.reached(family, LATE)
+        known = "-" if pair.agreement is None else f"{pair.agreement:+.2f}"
+        cells = (f"{reached[name]:.1f}" if name in reached else NOT_RUN for name in family.always)
+        rows.append([f"{pair.world} {pair.lineage}", known, *cells])
+    return Table([f"accuracy at step {LATE}", "agreement before", *(TITLES[name] for name in family.always)], rows)
 
 
 def _ranking(pairs: Sequence[Pair], family: Family) -> tuple[Table, dict[str, Any]]:
