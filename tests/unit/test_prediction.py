@@ -282,6 +282,8 @@ def test_a_run_tells_of_the_pair_before_its_first_update() -> None:
     runs += [run("w", lineage, TITLES["kl"], 20.0, agreement=values) for lineage, values in seen.items()]
     runs += [run("w", 0, TITLES["kl-survival"], 25.0, agreement=[0.8]), run("w", 2, TITLES["kl"], 5.0, agreement=[None])]
     assert [(one["lineage"], one["agreement"]) for one in first_batches(runs)] == [(0, -0.3), (1, 0.4)]
+    assert [one["agreement"] for one in first_batches(runs, 2)] == [pytest.approx(0.3), pytest.approx(-0.25)]
+    assert first_batches(runs, 3) == []
     section = prediction_section(runs, [])
     assert section.numbers["pairs"] == 2
     assert section.words[1].startswith("2 of them have no probe")

@@ -139,15 +139,17 @@ def pairs_of(runs: Iterable[Record], probes: Iterable[Record]) -> list[Pair]:
     ]
 
 
-def first_batches(runs: Iterable[Record]) -> list[dict[str, Any]]:
+def first_batches(runs: Iterable[Record], count: int = 1) -> list[dict[str, Any]]:
     """What runs themselves saw before their first update, as probe records: the agreement of the first batch under uniform
-    weights and whole distributions. One batch is less than a probe, and without solutions there are no cosines.
+    weights and whole distributions. One batch is less than a probe, and without solutions there are no cosines. The mean of
+    the first `count` is what a longer look might have seen, were the student not learning meanwhile.
     """
     found = []
     for record in runs:
-        measured = record.get("agreement") or [None]
-        if method_of(record) == UNTOUCHED and measured[0] is not None:
-            found.append({name: record.get(name) for name in ("world", "lineage", "models")} | {"agreement": measured[0]})
+        measured = [value for value in (record.get("agreement") or [])[:count] if value is not None]
+        if method_of(record) == UNTOUCHED and len(measured) == count:
+            place = {name: record.get(name) for name in ("world", "lineage", "models")}
+            found.append({**place, "agreement": math.fsum(measured) / count})
     return found
 
 

@@ -34,6 +34,7 @@ from iwopd.analysis.prediction import (
     pairs_of,
     place_of,
     rank_agreement,
+    regret,
     regrets,
     split_half,
 )
@@ -54,6 +55,7 @@ TOO_FEW = "too few to tell"
 ABOUT = "not in the paper: does a probe before training predict the ranking of methods after it?"
 UNIT = "The unit of means and t intervals is the pair, a lineage in its world; seeds are averaged within it."
 
+LOOKS = 4
 FIRST_BATCH = (
     "have no probe: their agreement is that of the first batch of their own run under the reverse KL, before its first update."
 )
@@ -166,6 +168,8 @@ def prediction_section(runs: Iterable[Record], probes: Iterable[Record]) -> Item
         found = _family(trained, family)
         tables += found[0]
         words += found[1]
+        if seen:
+            words.append(_longer_look(runs, family))
         numbers[family.name] = found[2]
     return ItemSection("prediction", "a probe that predicts", ABOUT, tables, words, numbers)
 
@@ -199,6 +203,16 @@ def _family(pairs: Sequence[Pair], family: Family) -> tuple[list[Table], list[st
 
 _WITHOUT_A_CHOICE = (("cosine", 0.0), ("agreement", THRESHOLD))
 """Ways of choosing that nobody tuned: the largest cosine, and the gate's own threshold."""
+
+
+def _longer_look(runs: Sequence[Record], family: Family) -> str:
+    """Would more batches have been a better guide?"""
+    guide = next(one for one in choosers() if (one.statistic, one.value) == ("agreement", THRESHOLD))
+    found = regret(pairs_of(runs, first_batches(runs, LOOKS)), guide, family, LATE)
+    return (
+        f"By the mean of the first {LOOKS} batches of these runs ({family.words}; the student learns meanwhile), {guide.name} "
+        f"loses {_shown(found.mean, '.1f')} at step {LATE}."
+    )
 
 
 def _pairs_table(pairs: Sequence[Pair], family: Family) -> Table:
