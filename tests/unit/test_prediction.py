@@ -325,7 +325,7 @@ def test_the_command_prints_the_tables(tmp_path: Path, capsys: pytest.CaptureFix
 
     out, _ = said("--results", str(tmp_path), "--markdown", str(page), "--json")
     assert json.loads(out)["prediction"]["numbers"]["sampled"]["regret"]["always OPD"]["mean"] == 20
-    assert "| largest cosine | 20.0 (20.0 to 20.0) | 8 |" in page.read_text()
+    assert "| largest cosine | 20.0 (20.0 to 20.0) | 20.0 | 8 |" in page.read_text()
     assert "name their folder with --results" in said("--results", str(tmp_path / "none"), code=2)[1]
     assert "ask for p1 in another call" in said("p1", "--results", str(tmp_path), code=2)[1]
 

@@ -251,11 +251,15 @@ def _gate_words(pairs: Sequence[Pair], family: Family) -> str:
 def _table(title: str, listed: Sequence[Sequence[Regret]]) -> Table:
     """Each guide and what it loses, then the rivals, with each guide's regret minus theirs on the pairs that both have."""
     guides = [found[0] for found in listed]
-    rows = [[one.chooser.name, _shown(one.mean, ".1f"), str(len(one.by_pair)), *[""] * len(guides)] for one in guides]
+    rows = [[*_lost(one), *[""] * len(guides)] for one in guides]
     for place, rival in enumerate(listed[0][1:], start=1):
-        differences = [_shown(found[place].difference, "+.1f") for found in listed]
-        rows.append([rival.chooser.name, _shown(rival.mean, ".1f"), str(len(rival.by_pair)), *differences])
-    return Table([title, "regret", "pairs", *(f"{one.chooser.name}: minus this one's" for one in guides)], rows)
+        rows.append([*_lost(rival), *(_shown(found[place].difference, "+.1f") for found in listed)])
+    return Table([title, "mean", "most", "pairs", *(f"{one.chooser.name}: minus this one's" for one in guides)], rows)
+
+
+def _lost(one: Regret) -> list[str]:
+    most = f"{max(one.by_pair.values()):.1f}" if one.by_pair else "-"
+    return [one.chooser.name, _shown(one.mean, ".1f"), most, str(len(one.by_pair))]
 
 
 def _halves_words(chosen: Chooser, reported: Sequence[Regret], family: Family) -> str:
