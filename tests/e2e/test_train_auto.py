@@ -53,7 +53,7 @@ def test_the_advice_is_taken_kept_and_resumed(pair: dict[str, Any], tmp_path: Pa
     surely = min(advice["agreement"], advice["agreement_interval"][0]) >= advice["threshold"]
     assert advice["method"] == ("opd" if surely else "survival")
     assert advice["words"] in said
-    assert advice["prompts"] == 64
+    assert advice["prompts"] == 256
     weights = {"survival": "survival", "opd": "uniform"}[advice["method"]]
     assert RunDirectory(folder).config().method.weights == weights  # the recipe says cumulative-share
 

@@ -158,22 +158,22 @@ def test_results_of_other_models_are_not_mixed(one: Any, other: Any, why: str, t
         file.read()
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"models": DIGESTS},
-        {"lineage": 1, "accuracy": {"0": 3.0}, "kl": [9.0]},
-        {"settings": {"rollout.horizon.type": "fixed"}, "kl": [9.0]},
-        {"settings": {"models.teacher_size": "weak"}, "kl": [9.0], "models": {**DIGESTS, "teacher": "cc"}},
-        {
-            "settings": {"models.student_size": "small"},
-            "accuracy": {"0": 3.0},
-            "kl": [9.0],
-            "models": {**DIGESTS, "student": "c"},
-        },
-        {"seed": 1, "accuracy": {"0": 24.8}, "kl": [9.0]},
-    ],
-)
+SAME: list[dict[str, Any]] = [
+    {"models": DIGESTS},
+    {"lineage": 1, "accuracy": {"0": 3.0}, "kl": [9.0]},
+    {"settings": {"rollout.horizon.type": "fixed"}, "kl": [9.0]},
+    {"settings": {"models.teacher_size": "weak"}, "kl": [9.0], "models": {**DIGESTS, "teacher": "cc"}},
+    {
+        "settings": {"models.student_size": "small"},
+        "accuracy": {"0": 3.0},
+        "kl": [9.0],
+        "models": {**DIGESTS, "student": "c"},
+    },
+    {"seed": 1, "accuracy": {"0": 24.8}, "kl": [9.0]},
+]
+
+
+@pytest.mark.parametrize("other", SAME)
 def test_results_of_the_same_models_are(other: Any, tmp_path: Path) -> None:
     file = Records(tmp_path / "runs-clean.jsonl")
     assert file.add([begun("OPD", models=DIGESTS), begun("Survival", **other)]) == 2

@@ -1,6 +1,6 @@
 """`iwopd train --method auto`: a short probe of the configured pair chooses the method, before training.
 
-    settings --probe_pair (64 prompts, no answers)--> agreement --advise--> settings with another [method] section
+    settings --probe_pair (256 prompts, no answers)--> agreement --advise--> settings with another [method] section
 
 What it chooses between is of the recipe's family: OPD and survival, or their versions on whole distributions.
 """
@@ -64,7 +64,12 @@ def advised(
     """The settings with the method that a short probe recommends, and what `run.json` keeps of it."""
     check_advisable(config)
     say(f"--method auto: probing the pair on {BATCHES * PROMPTS} prompts")
-    probe = probe_pair(config, progress=progress)
+
+    def advance(batch: int) -> None:
+        if batch < BATCHES and batch % (BATCHES // 4) == 0:
+            say(f"--method auto: {batch * PROMPTS} of {BATCHES * PROMPTS} prompts")
+
+    probe = probe_pair(config, progress=progress, advance=advance)
     if probe.agreement.mean is None or probe.gap < LEAST_GAP:
         raise ConfigError(
             "--method auto: the agreement of gradients cannot be told, because student and teacher hardly differ on "
