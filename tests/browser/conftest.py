@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import debian
+from waiting import PATIENCE
 
 FLAGS = (
     "--no-sandbox",
@@ -59,6 +60,7 @@ class Opened:
 
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        self.context.set_default_timeout(1000 * PATIENCE)
         self.page = self.context.new_page()
         self.complaints: list[str] = []
         self.requests: list[str] = []

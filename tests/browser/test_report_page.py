@@ -317,7 +317,7 @@ def test_live_page_loads_itself_again(two_runs: Path, open_page: Any, tmp_path: 
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics(11, Random(0))) + "\n")
     write_report([run], path, refresh=4)
-    opened.page.get_by_text("11 of 20").first.wait_for(timeout=60_000)
+    opened.page.get_by_text("11 of 20").first.wait_for()
     assert opened.page.locator("#t-sort").input_value() == "late"  # what the reader chose is still chosen
     opened.page.locator("#live-toggle").click()
     opened.page.evaluate("window.stays = true")

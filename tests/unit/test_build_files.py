@@ -11,6 +11,7 @@ import pytest
 
 from iwopd import recipes
 from iwopd.methods import METHODS
+from waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -29,7 +30,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
     ids=lambda command: str(command[0]),
 )
 def test_linters_find_nothing(command: list[str | Path]) -> None:
-    done = subprocess.run([BIN / command[0], *command[1:]], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([BIN / command[0], *command[1:]], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
