@@ -95,7 +95,7 @@ BAD: list[tuple[str, str]] = [
     ("train pair.toml --method.weights survival --method.params '{tau = true}'", "tau must be a number, got True"),
     ("train pair.toml --rollout.horizon.type fixed --rollout.horizon.tokens x", "tokens: must be a whole number"),
     ("train pair.toml --models.student", "--models.student needs a value"),
-    ("train tiny/opd --device cuda", "iwopd: tiny/opd: unknown setting 'device'; training takes the accelerator that torch finds"),
+    ("train tiny/opd --device cuda", "iwopd: tiny/opd: unknown setting 'device'; training takes the accelerator"),
     ("train tiny/opd --every 3", "did you mean 'eval.every' or 'checkpoint.every'?"),
     ("train pair.toml --models.student '' --models.teacher ''", "give models.world, or both"),
     ("train world.toml --models.world cleen", "did you mean 'clean'?"),
