@@ -151,6 +151,23 @@ def test_bad_input_is_answered_in_a_sentence(
     assert sorted(place.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train world.toml --out ''",
+        "demo --out ' '",
+        "eval --model m --tasks tiny --out ''",
+        "report run -o ''",
+        "export run ''",
+    ],
+)
+def test_an_empty_name_is_not_the_folder_one_is_in(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(shlex.split(line))
+    assert ended.value.code == 2
+    assert "the name is empty: name a file or folder" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_here() -> None:
     with pytest.raises(DeviceError, match=r"--device is 'cuda', but torch .* finds no such device here: use cpu"):
