@@ -329,12 +329,13 @@ def test_the_embedded_world_shows_what_horizons_keep(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_embedded_world_shows_where_tokens_after_a_drift_pull(tmp_path: Path) -> None:
-    """In `clean` the teacher leads back to the right answer, so they pull the same way."""
+    """In `clean` the teacher leads back to the right answer, so they pull the same way; how much differs with the models."""
     parts = ("--skip", "handoff,positions,overlap,likelihood,rules,alignment,horizons")
     call("--world", "clean", "--limit", "256", *parts, "-o", tmp_path / "probe.json")
     found = read_probe(tmp_path / "probe.json")
     assert found.agreement is not None
     assert (found.agreement.batches, found.agreement.batch_prompts) == (8, 32)
-    assert 0.1 < (found.agreement.cosine.mean or 0.0) < 0.6
-    assert (found.agreement.cosine.low or 0.0) > 0
-    assert 0 < (found.agreement.gate or 0.0) <= 1
+    mean, low, high = (value or 0.0 for value in (getattr(found.agreement.cosine, name) for name in ("mean", "low", "high")))
+    assert 0 < mean < 0.6
+    assert low < mean < high
+    assert 0 <= (found.agreement.gate or 0.0) <= 1

@@ -11,8 +11,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from browser.report_runs import evaluation, make_run, metrics
+from iwopd.report import watch as watching
 from iwopd.report.watch import all_finished, stamps, watch
 from waiting import PATIENCE, wait_until
 
@@ -60,6 +64,23 @@ def test_ctrl_c_leaves_a_page_that_stays_as_it_is(tmp_path: Path) -> None:
     assert process.wait(PATIENCE) == 130
     assert 'http-equiv="refresh"' not in out.read_text(encoding="utf-8")
     assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_ctrl_c_while_the_first_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is there, and who wrote it has not come back yet."""
+    run, out = make_run(tmp_path / "run", steps=10, planned=20), tmp_path / "report.html"
+    kept = watching.write_report
+
+    def interrupted(*words: Any, refresh: float | None, **named: Any) -> Path:
+        path = kept(*words, refresh=refresh, **named)
+        if refresh is not None:
+            raise KeyboardInterrupt
+        return path
+
+    monkeypatch.setattr(watching, "write_report", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        watch([run], out, every=0.2)
+    assert 'http-equiv="refresh"' not in out.read_text(encoding="utf-8")
 
 
 def test_stamps_change_with_the_logs(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def examine_recipe(
     launched.
     """
     started = launched() if ranks is None else Launched(ranks, ranks)
-    yield from check_packages(config)
+    lacking = list(check_packages(config))
+    yield from lacking
     yield from check_ranks(config, started)
     yield from (failure("horizon", *refused) for refused in horizon_refuses(config))
     if not static:
@@ -65,6 +66,8 @@ def examine_recipe(
     if configs and not case.data_problem:
         yield from check_context(case, configs)
         yield from check_rope(case, configs)
+        if lacking:  # an adapter cannot be weighed without its package
+            return
         try:
             yield from check_resources(case, ranks=started)
         except UserError as error:  # an adapter that does not fit the model
