@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,9 @@ from iwopd.models import ModelError, ModelSource, load_configs, load_tokenizer
 from iwopd.runs.directory import RunDirectory
 from iwopd.runs.logs import RunError
 from iwopd.tiny import build_tokenizer
+from iwopd.train.doctor import examine_recipe
 from iwopd.train.doctor.findings import DoctorError, failure, refuse, warning
+from models import save_pair
 
 RECIPES = Path(__file__).parents[2] / "src" / "iwopd" / "recipes"
 PAPER = next(RECIPES.glob("paper/qwen3-0.6b-from-qwen3-30b-a3b*-iw-opd-math.toml"))
@@ -220,6 +223,17 @@ def test_a_refusal_shows_the_warning_that_explains_it() -> None:
         refuse([failure("files", "no such folder", "correct it")])
     assert "--no-doctor" not in str(refused.value)
     refuse(found[:1])
+
+
+@pytest.mark.parametrize(("more", "extra"), [({}, "lora"), ({"quantize": "4bit"}, "qlora")])
+def test_a_missing_extra_is_answered_with_one_command(
+    more: dict[str, str], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("peft", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    config = make_config({**save_pair(tmp_path), "lora": {"rank": 2, **more}})
+    said = "\n".join(finding.text() for finding in examine_recipe(config, tmp_path / "run", static=True))
+    assert re.findall(r"pip install '(.*?)'", said) == [f"iwopd[{extra}]"]
 
 
 def test_settings_can_be_emptied() -> None:
