@@ -105,6 +105,8 @@ def test_every_folder_of_recipes_has_its_readme_and_names_recipes_that_exist() -
         named = set(re.findall(rf"(?<![\w/]){folder}/[\w.-]*\w", text)) - {f"{folder}/README.md"}
         assert named, folder
         assert named <= known, named - known
+        reached = re.findall(rf"^\| `{folder}/[\w.-]+` \|(?: \d+\.\d \|)+$", text, flags=re.MULTILINE)
+        assert reached or "**Never run here**" in text, folder  # the result stands beside the command
     assert {f"tiny/{name}" for name in METHODS} <= known
 
 
