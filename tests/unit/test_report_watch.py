@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from browser.report_runs import evaluation, make_run, metrics
-from iwopd.report import watch as watching
+from iwopd.report.page import write_report
 from iwopd.report.watch import all_finished, stamps, watch
 from waiting import PATIENCE, wait_until
 
@@ -66,20 +66,20 @@ def test_ctrl_c_leaves_a_page_that_stays_as_it_is(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".tmp*"))
 
 
-def test_ctrl_c_while_the_first_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is there, and who wrote it has not come back yet."""
+def test_ctrl_c_right_after_the_first_page_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, out = make_run(tmp_path / "run", steps=10, planned=20), tmp_path / "report.html"
-    kept = watching.write_report
+    refreshed: list[float | None] = []
 
-    def interrupted(*words: Any, refresh: float | None, **named: Any) -> Path:
-        path = kept(*words, refresh=refresh, **named)
-        if refresh is not None:
+    def write_and_interrupt(*places: Any, refresh: float | None, **options: Any) -> None:
+        write_report(*places, refresh=refresh, **options)
+        refreshed.append(refresh)
+        if len(refreshed) == 1:
             raise KeyboardInterrupt
-        return path
 
-    monkeypatch.setattr(watching, "write_report", interrupted)
+    monkeypatch.setattr("iwopd.report.watch.write_report", write_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         watch([run], out, every=0.2)
+    assert refreshed == [0.2, None]
     assert 'http-equiv="refresh"' not in out.read_text(encoding="utf-8")
 
 

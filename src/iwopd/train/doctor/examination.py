@@ -47,8 +47,8 @@ def examine_recipe(
     launched.
     """
     started = launched() if ranks is None else Launched(ranks, ranks)
-    lacking = list(check_packages(config))
-    yield from lacking
+    packages = [*check_packages(config)]
+    yield from packages
     yield from check_ranks(config, started)
     yield from (failure("horizon", *refused) for refused in horizon_refuses(config))
     if not static:
@@ -66,12 +66,11 @@ def examine_recipe(
     if configs and not case.data_problem:
         yield from check_context(case, configs)
         yield from check_rope(case, configs)
-        if lacking:  # an adapter cannot be weighed without its package
-            return
         try:
             yield from check_resources(case, ranks=started)
-        except UserError as error:  # an adapter that does not fit the model
-            yield failure("memory", str(error), "correct it")
+        except UserError as error:  # an adapter that does not fit the model, or one without its package, which is said already
+            if all(finding.level != "fail" for finding in packages):
+                yield failure("memory", str(error), "correct it")
 
 
 def examine_models(
