@@ -67,7 +67,7 @@ def install(python: str, out: Path, lowest: bool) -> Path:
     pins.write_text("".join(f"{pin}\n" for pin in lower_ends()) if lowest else "")
     _do([sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", wheels, ROOT])
     _do([python, "-m", "venv", environment])
-    pip = [environment / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
+    pip: list[str | Path] = [environment / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
     _do([*pip, "--constraint", pins, *wheels.glob("*.whl")])
     return environment
 

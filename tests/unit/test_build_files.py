@@ -85,7 +85,7 @@ def test_the_lower_ends_are_those_of_the_package_and_the_tried_commands_exist(ca
 )
 def test_versions_that_cannot_be_tried(tmp_path: Path, words: list[str], message: str) -> None:
     venv.create(tmp_path / "empty", symlinks=True)
-    tool = [sys.executable, ROOT / "tools" / "try_versions.py", "--out", tmp_path]
+    tool: list[str | Path] = [sys.executable, ROOT / "tools" / "try_versions.py", "--out", tmp_path]
     done = subprocess.run([*tool, *(word.format(tmp=tmp_path) for word in words)], capture_output=True, text=True)
     assert done.returncode == 1
     assert message in done.stderr

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from iwopd import stages
 from iwopd.stages import ConsoleStages
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(stages.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("iwopd.stages.time.monotonic", lambda: now[0])
     return now
 
 
