@@ -63,14 +63,16 @@ def thinking_mask(config: Config, thinking: Sequence[Tensor] | None) -> Tensor |
     return pad_sequence([row if choice == "only" else ~row for row in thinking], batch_first=True)
 
 
-def teaching_mask(config: Config, thinking: Sequence[Tensor] | None, rollouts: Sequence[Rollout]) -> Tensor | None:
-    """The same with `rollout.truncated`. Raises if nothing is left."""
-    mask = thinking_mask(config, thinking)
-    if config.rollout.truncated == "mask":
+def teaching_mask(
+    config: Config, thinking: Sequence[Tensor] | None, rollouts: Sequence[Rollout], *, needed: bool = True
+) -> Tensor | None:
+    """The same with `rollout.truncated`. Raises if nothing is left and something is `needed`: nobody else wrote answers."""
+    mask, truncated = thinking_mask(config, thinking), config.rollout.truncated
+    if truncated == "mask" or (truncated == "drop" and any(rollout.stop_reason == "length" for rollout in rollouts)):
         if mask is None:
             mask = pad_sequence([torch.ones(len(rollout), dtype=torch.bool) for rollout in rollouts], batch_first=True)
         mask = mask & torch.tensor([rollout.stop_reason != "length" for rollout in rollouts])[:, None]
-    if mask is not None and not mask.any():
+    if needed and mask is not None and not mask.any():
         raise TrainingStoppedError(_nothing_left(config), exit_code=1)
     return mask
 
