@@ -6,7 +6,7 @@ that holds any part of a block, tags included, belongs to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,10 +41,23 @@ class ThinkingTokens:
         ends = torch.tensor([len(piece) for piece in pieces], dtype=torch.long).cumsum(0) + len(begun)
         starts = torch.cat([torch.tensor([len(begun)]), ends[:-1]])[: len(pieces)]
         found = torch.zeros(len(pieces), dtype=torch.bool)
-        for span in thinking_spans(text):
-            first, last = (len(text[:place].encode(errors="surrogateescape")) for place in span)
-            found |= (starts < last) & (ends > first)
+        spans = torch.tensor(_in_bytes(text, thinking_spans(text)), dtype=torch.long).view(-1, 2)
+        begin = torch.searchsorted(ends, spans[:, 0].contiguous(), right=True)  # the first token that ends behind it
+        end = torch.searchsorted(starts, spans[:, 1].contiguous())
+        for one, other in zip(begin.tolist(), end.tolist(), strict=True):
+            found[one:other] = True
         return found
+
+
+def _in_bytes(text: str, spans: Iterable[tuple[int, int]]) -> list[int]:
+    """Where spans of letters, one after the other, begin and end in bytes. Each letter is looked at once."""
+    found, before, count = [], 0, 0
+    for span in spans:
+        for place in span:
+            count += len(text[before:place].encode(errors="surrogateescape"))
+            before = place
+            found.append(count)
+    return found
 
 
 def teaching_tokens(config: Config, thinking: ThinkingTokens | None) -> Callable[[Rollout], Tensor] | None:
