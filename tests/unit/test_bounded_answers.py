@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import os
+import random
 import socket
 import threading
 import tracemalloc
@@ -20,6 +21,8 @@ import pytest
 
 from iwopd.config import ConfigError, make_config
 from iwopd.config.engines import TeacherSource
+from iwopd.data import sources
+from iwopd.data.sources import Release, SourceError
 from iwopd.http_clients import HIDDEN, GarbledError, hide_key, parse, without_key
 from iwopd.rollout.connection import MOST_BYTES, Connection, ServerError
 from iwopd.rollout.requests import Vocabulary, check_tokens
@@ -117,6 +120,37 @@ def test_an_answer_without_an_end_is_cut() -> None:
 def test_an_answer_that_drips_does_not_outlive_the_timeout() -> None:
     with saying(dripping) as url, pytest.raises(ServerError, match=r"no whole answer within 0.3 s"):
         Connection(url, request_timeout=0.3, patience=0.1).post("/v1/x", {})
+
+
+# --- files that are loaded --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (gzip.compress(bytes(2**20)), "has more than 0 MiB"),
+        (gzip.compress(random.Random(0).randbytes(4096))[:-9] + b"\0" * 9, "CRC check failed"),
+        (gzip.compress(b"a" * 999)[:15] + b"\xff" * 30, "invalid"),
+        (gzip.compress(b"a" * 999)[:-12], "ended before the end"),
+        (b"<html>", "Not a gzipped file"),
+    ],
+    ids=["too large", "damaged", "no deflate", "cut off", "something else"],
+)
+def test_a_release_that_cannot_be_unpacked_ends_in_words(
+    body: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sources, "MOST_BYTES", 2**19)
+    with saying(whole(body)) as url, pytest.raises(SourceError, match=words):
+        Release(f"{url}/Set.jsonl.gz").fetch()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("talk", [b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}", b"nonsense\r\n\r\n", b""])
+def test_a_release_that_breaks_off_ends_in_words(talk: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with saying(lambda connection: connection.sendall(talk)) as url, pytest.raises(SourceError, match="cannot get"):
+        Release(f"{url}/Set.jsonl").fetch()
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
