@@ -181,9 +181,9 @@ def test_finding_the_tokens_of_thinking_is_linear(word: str) -> None:
         answers[text.decode()] = Rollout(
             Prompt("p", (3,)), torch.tensor([ids[one] for one in text]), torch.zeros(len(text)), "length"
         )
-    for text, rollout in answers.items():
-        _within_a_second(lambda text: find.mask(answers[text]), text)
-        assert int((~find.mask(rollout)).sum()) == len(strip_thinking(text))
+    for answer, rollout in answers.items():
+        _within_a_second(lambda text: find.mask(answers[text]), answer)
+        assert int((~find.mask(rollout)).sum()) == len(strip_thinking(answer))
 
 
 @pytest.mark.parametrize(

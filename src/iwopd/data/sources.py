@@ -92,7 +92,7 @@ class Release:
         return path
 
 
-def _copy(source: IO[bytes], target: IO[bytes]) -> None:
+def _copy(source: Any, target: IO[bytes]) -> None:
     """A megabyte may unpack to a thousand: what is larger than any data set of ours is not."""
     size = 0
     while piece := source.read(2**20):
