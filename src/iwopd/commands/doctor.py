@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from iwopd.commands.options import parse_overrides
+from iwopd.commands.options import named_path, parse_overrides
 from iwopd.recipes import find
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--self-check", action="store_true", help="also the pipeline on questions whose answers are known: no silent faults"
     )
-    parser.add_argument("--out", type=Path, help="run directory, for the disk space (default: as `iwopd train` would choose)")
+    parser.add_argument(
+        "--out", type=named_path, help="run directory, for the disk space (default: as `iwopd train` would choose)"
+    )
     parser.add_argument("--ranks", type=int, help="processes that will train on this machine, for the memory of each")
     parser.add_argument("--gpu", action="store_true", help="the checklist for a machine with GPUs (docs/first-gpu-run.md)")
     parser.add_argument("--device", help="with --gpu: cuda:1, ... or cpu (default: the first GPU)")

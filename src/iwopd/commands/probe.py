@@ -22,6 +22,7 @@ from iwopd.commands.options import (
     add_chat_options,
     add_model_options,
     model_options,
+    named_path,
     picked,
     rendering,
     words,
@@ -53,9 +54,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lineage", type=int, default=0, help="which of the world's lineages (default: 0)")
     parser.add_argument("--student-size", default="medium", help="of the world's student (default: medium)")
     parser.add_argument("--teacher-size", default="strong", help="of the world's teacher (default: strong)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL file of prompts")
+    parser.add_argument("--prompts", type=named_path, metavar="FILE", help="JSONL file of prompts")
     parser.add_argument("--task", help="a task of `iwopd eval`: its problems, or with --prompts only its checker")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="take the task's problems from a file")
+    parser.add_argument("--data", type=named_path, metavar="FILE", help="take the task's problems from a file")
     parser.add_argument("--no-chat", action="store_true", help="with --task: bare problems, for models without a chat template")
     add_chat_options(parser)
     parser.add_argument("--limit", "--prompts-count", type=int, default=256, help="only the first prompts (default: 256)")
@@ -77,7 +78,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_engine_options(parser)
     add_engine_options(parser, "teacher")
-    parser.add_argument("-o", "--output", type=Path, help="result (default: probes/<student>-from-<teacher>/probe.json)")
+    parser.add_argument("-o", "--output", type=named_path, help="result (default: probes/<student>-from-<teacher>/probe.json)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout, tables on stderr")
 
 
