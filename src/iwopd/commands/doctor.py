@@ -67,9 +67,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _examine(options: argparse.Namespace, config: Config) -> int:
+    from iwopd.errors import UserError
     from iwopd.stages import ConsoleStages
     from iwopd.train.assembly import assemble
     from iwopd.train.doctor import examine_models, examine_pipeline, examine_recipe
+    from iwopd.train.doctor.findings import failure
     from iwopd.train.progress import pretraining_progress
 
     folder = options.out or Path("runs") / f"{options.recipe.stem}-seed{config.seed}"
@@ -79,8 +81,12 @@ def _examine(options: argparse.Namespace, config: Config) -> int:
     failed = any(finding.level == "fail" for finding in findings)
     if not options.static and not failed:
         say("loading the models, and comparing their heads with their own logits")
-        with pretraining_progress() as progress:
-            parts = assemble(config, lambda _: None, progress)
+        try:
+            with pretraining_progress() as progress:
+                parts = assemble(config, lambda _: None, progress)
+        except UserError as error:
+            _show([failure("models", str(error), "")], findings)
+            return _count(findings, " (nothing more could be looked at)")
         with parts:
             _show(examine_models(config, parts, folder, say=say), findings)
             if options.self_check:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.analysis.probe.present import print_probe
     from iwopd.analysis.probe.result import write_probe
     from iwopd.analysis.probe.run import run_probe
+    from iwopd.runs.owner import owned
     from iwopd.stages import ConsoleStages
 
     _check(options)
@@ -95,10 +97,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     settings = _settings(options, _max_tokens(options, material))
     out: Path = options.output or Path("probes") / name / "probe.json"
     parts = out.with_name(f"{out.name}.parts")
-    with ConsoleStages() as progress:
-        probe = run_probe(pair, material, settings, progress, keep=parts)
-    write_probe(probe, out)
-    shutil.rmtree(parts, ignore_errors=True)
+    with owned(parts, lambda words: print(words, file=sys.stderr), "name another result with -o"):
+        with ConsoleStages() as progress:
+            probe = run_probe(pair, material, settings, progress, keep=parts)
+        write_probe(probe, out)
+        shutil.rmtree(parts, ignore_errors=True)
     console = Console(stderr=options.json)
     print_probe(probe, console)
     console.print(f"result: {out}; see it: iwopd report {out.parent}", highlight=False, markup=False, soft_wrap=True)
