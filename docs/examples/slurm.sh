@@ -31,10 +31,10 @@ training=
 trap 'if [ -n "$training" ]; then kill -TERM "$training"; else exit 143; fi' TERM
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # Ray on all machines
 
-wait_for() { # until Ray runs on so many machines
+wait_for() { # until Ray runs on so many machines; $2: how many sruns start it
   local found
   until found=$(ray status 2>/dev/null | grep -cE '^ +1 node_') && [ "$found" -ge "$1" ]; do
-    if [ "$SECONDS" -ge "$PATIENCE" ]; then
+    if [ "$SECONDS" -ge "$PATIENCE" ] || [ "$(jobs -pr | wc -l)" -lt "$2" ]; then
       echo "slurm.sh: Ray runs on ${found:-0} of $1 machines after $SECONDS s; its words are above" >&2
       exit 1
     fi
@@ -44,11 +44,11 @@ wait_for() { # until Ray runs on so many machines
 
 ray_start=(ray start --num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="$gpus" --block)
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap "${ray_start[@]}" --head --port="$PORT" --include-dashboard=false &
-wait_for 1
+wait_for 1 1
 if [ "$nodes" -gt 1 ]; then
   others=$((nodes - 1))
   srun --nodes=$others --ntasks=$others --exclude="$head" --overlap "${ray_start[@]}" --address="$RAY_ADDRESS" &
-  wait_for "$nodes"
+  wait_for "$nodes" 2
 fi
 
 target=("$RECIPE" --out "$RUN")
