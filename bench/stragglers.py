@@ -1,6 +1,6 @@
 """What limits 1,000 GPUs: rollouts that wait for the longest answer, and what a drift-stopped horizon saves of that.
 
-    python bench/stragglers.py [--worlds clean] [--seed 0]   # the tables of docs/plan.md
+    python bench/stragglers.py [--worlds clean] [--seed 0]   # the tables of docs/plan.md, "The paper's runs" and "1,000 GPUs"
 
 A simulation on paper: the decoding times are those of `iwopd plan` (typical rates, nothing of it was run on a GPU), the lengths
 of answers were measured by others (`LENGTHS`), and where answers drift is measured here, on rollouts of the embedded worlds'
@@ -45,6 +45,8 @@ in its bins."""
 LIMIT = {"reasoning": 16384, "chat": 4096}
 """`rollout.max_tokens`: the paper's, and what the chats were cut off at."""
 MODEL, PROMPT, GPU = "Qwen3-1.7B", 256, GPUS["h100"]
+RECIPE = "paper/qwen3-1.7b-from-qwen3-30b-a3b-instruct-2507-iw-opd-math"
+NODES = (4, 16, 64, 128)
 ENGINES = (16, 64, 256, 1024)
 DRAWS = 5
 THRESHOLD, BLOCK = 0.05, 8
@@ -120,12 +122,69 @@ def stage(model: ModelShape, engines: int, each: int, kind: str, stop: Stop, see
     return statistics.mean(ends), statistics.mean(idle), statistics.mean(tokens)
 
 
+def scale() -> None:
+    """The plan's stages on more and more GPUs: the paper's step, and one that grows with them."""
+    from iwopd import recipes
+    from iwopd.cluster.plan import make_plan, open_workload
+    from iwopd.config import load_config
+
+    print(f"`iwopd plan {RECIPE} --response-tokens 8000`, H100: seconds of a step's stages, typical\n")
+    print(
+        "| GPUs | rollouts | rollout | teacher | old log-probs | update | weight sync, other | step | bottleneck of rollouts |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for nodes in NODES:
+        for prompts in dict.fromkeys((1024, 32 * 8 * nodes)):
+            config = load_config(recipes.find(RECIPE), {"rollout.prompts_per_step": prompts})
+            plan = make_plan(open_workload(config, 8000), GPU, nodes, 8)
+            time, layout = plan.typical, plan.layout
+            parts = [
+                time.rollout,
+                time.teacher_waited,
+                time.old_logprobs,
+                time.update,
+                time.weight_sync + time.other,
+                time.total,
+            ]
+            split = f"{layout.student_gpus} + {layout.teacher_gpus}"
+            print(
+                f"| {split} | {prompts:,} | {' | '.join(f'{seconds:.1f}' for seconds in parts)} | {time.rollout_limit} |",
+                flush=True,
+            )
+    print()
+
+
+def papers() -> None:
+    """The plan of the paper's runs on its 32 GPUs, whose kind it does not name."""
+    from iwopd import recipes
+    from iwopd.cluster.plan import make_plan, open_workload
+    from iwopd.config import load_config
+
+    print("| run | GPUs (student + teacher) | H100: step, s | all steps, h | A100 80 GB: step, s | all steps, h | published |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for recipe in sorted(name for name in recipes.names() if name.startswith("paper/") and name.endswith("-iw-opd-math")):
+        work = open_workload(load_config(recipes.find(recipe)))
+        plans = [make_plan(work, GPUS[name], 4, 8) for name in ("h100", "a100-80")]
+        cells = []
+        for plan in plans:
+            times = [plan.typical, plan.fast, plan.slow]
+            for unit in ([time.total for time in times], [plan.hours(time) for time in times]):
+                middle, low, high = (f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in unit)
+                cells.append(f"{middle} ({low} - {high})")
+        layout = plans[0].layout
+        name = recipe.removeprefix("paper/").removesuffix("-iw-opd-math")
+        print(f"| `{name}` | {layout.student_gpus} + {layout.teacher_gpus} | {' | '.join(cells)} | nothing |", flush=True)
+    print()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worlds", nargs="+", default=["clean"], choices=["clean", "drift"])
     options = parser.parse_args()
     seed: int = options.seed
+    papers()
+    scale()
     model = ModelShape.of(public_config(MODEL))
     shares = {world: world_shares(world, seed) for world in options.worlds}
     print(f"Where the drift horizon (threshold {THRESHOLD:g}, blocks of {BLOCK}) stops the students' answers before training\n")

@@ -148,8 +148,8 @@ def _time(plan: Plan) -> Iterator[str]:
     if work.others:
         author = "the teacher writes" if work.config.rollout.mix.source == "teacher" else "the data set brings"
         yield (
-            f"mix       of a step's {work.config.rollout.prompts_per_step} prompts {author} the answers to {work.others} (mean over "
-            "training; as long as the student's, an assumption)"
+            f"mix       of a step's {work.config.rollout.prompts_per_step} prompts {author} the answers to {work.others} "
+            "(mean over training; as long as the student's, an assumption)"
         )
     if plan.horizon.words:
         yield f"horizon   {work.config.rollout.horizon.type}: {plan.horizon.words}"
