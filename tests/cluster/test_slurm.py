@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,14 @@ def shell_of(job: Job) -> int:
     return pid
 
 
+def nothing_left(job: Job, seconds: float = 120) -> bool:
+    """The script has ended Ray on all machines before it ended itself; Ray's own helpers may take a moment longer."""
+    deadline = time.monotonic() + seconds
+    while job.pids() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return not job.pids()
+
+
 def test_a_job_that_slurm_stops_goes_on_when_it_is_submitted_again(tmp_path: Path) -> None:
     open_world("clean")
     (tmp_path / "recipe.toml").write_text(RECIPE.format(steps=STEPS))
@@ -68,8 +78,7 @@ def test_a_job_that_slurm_stops_goes_on_when_it_is_submitted_again(tmp_path: Pat
             os.kill(shell_of(job), signal.SIGTERM)
             assert job.finish(300) == 143, job.text()[-3000:]
             assert "stopped by SIGTERM after step" in job.text()
-            left = [title for title in job.titles() if "raylet" in title or "gcs_server" in title]
-            assert left == [], "the script ends Ray on all machines"
+            assert nothing_left(job)
         first = len(steps(run))
         assert 1 <= first <= STEPS
         with submit(tmp_path, nodes, 2) as job:
@@ -86,5 +95,6 @@ def test_a_machine_that_does_not_come_ends_the_job_in_words(tmp_path: Path) -> N
         nodes[2].link("down")
         with submit(tmp_path, nodes, 1, PATIENCE="60") as job:
             assert job.finish(SECONDS) == 1, job.text()[-3000:]
-            assert "slurm.sh: Ray runs on" in job.text()
+            assert re.search(r"slurm\.sh: Ray runs on \d of 3 machines after \d+ s", job.text())
+            assert nothing_left(job)
     assert not (tmp_path / "run").exists()
