@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from iwopd.cluster.verl import reaches
 from iwopd.cluster.verl.errors import VerlError
