@@ -16,6 +16,7 @@ CHANGED = {
     "verl.trainer.main_ppo.run_ppo",
     "verl.trainer.ppo.v1.PPOTrainerSync",
     "verl.trainer.ppo.v1.PPOTrainer.__init__",
+    "verl.trainer.ppo.v1.PPOTrainer.prepare_step",
     "verl.trainer.ppo.v1.PPOTrainer._save_checkpoint",
     "verl.trainer.ppo.v1.PPOTrainer._load_checkpoint",
     "verl.experimental.agent_loop.single_turn_agent_loop.SingleTurnAgentLoop.run",

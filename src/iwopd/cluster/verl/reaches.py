@@ -84,6 +84,11 @@ NAMES: Mapping[str, Reach] = {
     "verl.trainer.ppo.v1.register_trainer": Reach("registers our trainer", "(name)"),
     "verl.trainer.ppo.v1.PPOTrainerSync": Reach("the base of our trainer", "(PPOTrainer)", "5932c618"),
     "verl.trainer.ppo.v1.PPOTrainer.__init__": Reach("called by ours, which needs replay_buffer", "(self, config)", "348211b5"),
+    "verl.trainer.ppo.v1.PPOTrainer.fit": Reach(
+        "verl's own loop: where a stop can save", "(self, agent_loop_manager)", "4cb374b9"
+    ),
+    "verl.trainer.ppo.v1.PPOTrainer.prepare_step": Reach("the start of a step: where a stop can save", "(self)", "f315301e"),
+    "verl.trainer.ppo.v1.PPOTrainer._validate": Reach("an evaluation, which a stop leaves out", "(self)"),
     "verl.trainer.ppo.v1.PPOTrainer._step_once": Reach(
         "the order of scores, advantages and update", "(self, metrics, timing_raw, sample_batch_size)", "d549e198"
     ),
@@ -144,13 +149,17 @@ SETTINGS: tuple[str, ...] = (
         "optim.optimizer optim.override_optimizer_config optim.weight_decay ppo_epochs ppo_max_token_len_per_gpu "
         "ppo_mini_batch_size shuffle strategy ulysses_sequence_parallel_size use_dynamic_bsz use_kl_loss",
     ),
-    *_below("actor_rollout_ref.model", "enable_gradient_checkpointing path trust_remote_code use_remove_padding"),
+    *_below(
+        "actor_rollout_ref.model",
+        "enable_gradient_checkpointing lora.merge lora_alpha lora_rank path target_modules tokenizer_path trust_remote_code "
+        "use_remove_padding",
+    ),
     *_below("actor_rollout_ref.ref.fsdp_config", "model_dtype param_offload seed"),
     *_below(
         "actor_rollout_ref.rollout",
         "agent.agent_loop_config_path agent.default_agent_loop calculate_log_probs do_sample dtype enforce_eager "
-        "free_cache_engine gpu_memory_utilization ignore_eos max_model_len n name seed temperature tensor_model_parallel_size "
-        "top_k top_p val_kwargs.do_sample val_kwargs.n val_kwargs.temperature val_kwargs.top_k val_kwargs.top_p",
+        "free_cache_engine gpu_memory_utilization ignore_eos load_format max_model_len n name seed temperature "
+        "tensor_model_parallel_size top_k top_p val_kwargs.do_sample val_kwargs.n val_kwargs.temperature val_kwargs.top_k val_kwargs.top_p",
     ),
     *_below("algorithm", "adv_estimator use_kl_in_reward"),
     *_below(
@@ -186,8 +195,10 @@ SETTINGS: tuple[str, ...] = (
 
 ADDED: tuple[str, ...] = (
     *_below("actor_rollout_ref", "actor.fsdp_config.mixed_precision ref.fsdp_config.mixed_precision"),
+    *_below("actor_rollout_ref.actor.checkpoint", "save_lora_only"),
     *_below("actor_rollout_ref.model.override_config", "attn_implementation"),
     *_below("distillation.distillation_loss", "clip_ratio_c iwopd use_chunked_topk"),
+    *_below("reward.custom_reward_function", "reward_kwargs"),
 )
 """Settings that the launcher adds with `+`: verl's classes read them, but its tree of settings does not have them."""
 
