@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -147,9 +147,13 @@ def differences(source: Source) -> list[str]:
     return [*_names(source), *_settings(source), *_texts(source)]
 
 
-def in_short(source: Source) -> str:
-    """The same in one sentence, for an error."""
-    if not (found := differences(source)):
+def in_short(find: Callable[[], Source]) -> str:
+    """The same in one sentence, for an error; also where the source cannot be read."""
+    try:
+        found = differences(find())
+    except (VerlError, OSError, SyntaxError, ValueError) as error:
+        return f"What differs is not known: {error}"
+    if not found:
         return "Nothing that we use of it looks different, but nothing was run with it"
     return f"Of what we use of it {len(found)} things differ, first of all: {found[0]}"
 

@@ -132,7 +132,7 @@ def check_version() -> None:
     if (found := version("verl")) != VERL:
         raise VerlError(
             f"verl {found} is installed, but iwopd was tested with {VERL} alone: pip install verl=={VERL}. "
-            f"{in_short(installed())} (all of it: python -m iwopd.cluster.verl.compatibility)"
+            f"{in_short(installed)} (all of it: python -m iwopd.cluster.verl.compatibility)"
         )
 
 

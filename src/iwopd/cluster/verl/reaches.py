@@ -159,7 +159,8 @@ SETTINGS: tuple[str, ...] = (
         "actor_rollout_ref.rollout",
         "agent.agent_loop_config_path agent.default_agent_loop calculate_log_probs do_sample dtype enforce_eager "
         "free_cache_engine gpu_memory_utilization ignore_eos load_format max_model_len n name seed temperature "
-        "tensor_model_parallel_size top_k top_p val_kwargs.do_sample val_kwargs.n val_kwargs.temperature val_kwargs.top_k val_kwargs.top_p",
+        "tensor_model_parallel_size top_k top_p val_kwargs.do_sample val_kwargs.n val_kwargs.temperature "
+        "val_kwargs.top_k val_kwargs.top_p",
     ),
     *_below("algorithm", "adv_estimator use_kl_in_reward"),
     *_below(
