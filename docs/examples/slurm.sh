@@ -29,7 +29,7 @@ ray get-auth-token --generate >/dev/null # in ~/.ray/auth_token: Ray's machines 
 training=
 # Slurm's SIGTERM, five minutes before the time limit: srun passes it on to the launcher.
 trap 'if [ -n "$training" ]; then kill -TERM "$training"; else exit 143; fi' TERM
-trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT # Ray on all machines
+trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT # Ray on all machines; it may print errors while it ends
 
 wait_for() { # until Ray runs on so many machines; $2: how many sruns start it
   local found

@@ -84,7 +84,8 @@ def test_a_job_that_slurm_stops_goes_on_when_it_is_submitted_again(tmp_path: Pat
         assert 1 <= first <= STEPS
         with submit(tmp_path, nodes, 2) as job:
             assert job.finish(SECONDS) == 0, job.text()[-3000:]
-            assert "resuming" in job.text()
+            assert "trainer.resume_mode=resume_path" in (run / "verl" / "command.sh").read_text()
+            assert nothing_left(job)
     assert [step["step"] for step in steps(run)] == list(range(1, STEPS + 1))
     assert (run / "checkpoints" / f"step-{STEPS:06d}" / "model" / "model.safetensors").is_file()
 
