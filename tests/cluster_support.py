@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 import verl_testing
 from waiting import PATIENCE
 
@@ -55,13 +57,17 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+        shutil.rmtree(self.ray_folder, ignore_errors=True)
+
+    def end(self) -> None:
+        """Kill all of it."""
         deadline = time.monotonic() + PATIENCE
         while (pids := self.pids()) and time.monotonic() < deadline:
             for pid in pids:
                 _kill(pid)
             time.sleep(0.2)
         self.process.wait(PATIENCE)
-        shutil.rmtree(self.ray_folder, ignore_errors=True)
 
     def finish(self, seconds: float = PATIENCE) -> int:
         """The exit code; an error with the log's end if it takes longer."""
@@ -165,15 +171,33 @@ gamma = 0.5
 """Two workers with one rollout server, one teacher server. The learning rate moves the student within a few steps."""
 
 
-def train(folder: Path, run: str, *arguments: str, steps: int = 4, wrapper: Sequence[str] = ()) -> Job:
+def train(
+    folder: Path,
+    run: str,
+    *arguments: str,
+    steps: int = 4,
+    wrapper: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Job:
     """`iwopd train --engine verl` of the tiny recipe into `folder / run`; `wrapper` is a command that runs it."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = folder / "recipe.toml"
     recipe.write_text(RECIPE.format(steps=steps))
     command = [sys.executable, "-m", "iwopd", "train", str(recipe), "--engine", "verl", "--out", str(folder / run)]
-    return Job([*wrapper, *command, *arguments], log=folder / f"{run}.log")
+    return Job([*wrapper, *command, *arguments], log=folder / f"{run}.log", variables=variables)
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
     """The training metrics of a run directory, one entry a step."""
     return lines(run / "metrics.jsonl")
+
+
+def assert_same_steps(run: Path, whole: Path) -> None:
+    """Sampling noise is a function of step and prompt: equal numbers mean equal weights, optimizer, step and data."""
+    resumed, other = steps(run), steps(whole)
+    assert [step["step"] for step in resumed] == [step["step"] for step in other]
+    for own, theirs in zip(resumed, other, strict=True):
+        assert own["tokens"] == theirs["tokens"]
+        assert own["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert own["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+        assert own["correction/ratio_deviation"] < 1e-4

@@ -67,8 +67,9 @@ def check_ranks(checkpoint: Path, ranks: int) -> None:
     saved = _ranks(checkpoint)
     if saved is not None and saved != ranks:
         raise VerlError(
-            f"{checkpoint} was saved by {saved} student GPUs, and now there are {ranks}: resume with the same number "
-            "(cluster.nodes, gpus_per_node, teacher_gpus)"
+            f"{checkpoint} was saved by {saved} student GPUs, and now there are {ranks}: resume with {saved}, on however many "
+            "machines (--nodes, --gpus-per-node, --cluster.teacher-gpus), or start a new run from the weights alone: "
+            "--models.student RUN/checkpoints/step-N/model and another --out"
         )
 
 

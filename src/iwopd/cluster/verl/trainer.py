@@ -12,12 +12,13 @@ import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from verl.trainer.main_ppo import TaskRunnerV1
-from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1 import register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 
 from iwopd.cluster.verl.hook import before_the_split
 from iwopd.cluster.verl.losses import batch_columns, settings_of
 from iwopd.cluster.verl.params import TRAINER
+from iwopd.cluster.verl.stopping import StoppingTrainer
 from iwopd.cluster.verl.watch import Watch, rollout_actors
 from iwopd.train.scoring import training_progress
 
@@ -26,14 +27,14 @@ COLUMNS = ("prompts", "responses", "rollout_log_probs")
 
 
 @register_trainer(TRAINER)
-class Trainer(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
+class Trainer(StoppingTrainer):
     """Adds the signal to every batch, after verl's scoring and before its update."""
 
     def __init__(self, config: DictConfig) -> None:
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"  # verl compares names, and apart from the hook this is its sync mode
         super().__init__(config)
-        Watch(self.replay_buffer, lambda: rollout_actors(self), config.actor_rollout_ref.rollout.n)
+        Watch(self.replay_buffer, lambda: rollout_actors(self), config.actor_rollout_ref.rollout.n, self.leave_if_asked)
         self.iwopd_settings = settings_of(omega_conf_to_dataclass(config.distillation.distillation_loss))
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:

@@ -68,8 +68,11 @@ def places(config: Config, run: Path, launch: int = 1) -> Places:
     return Places(run, checkpoints, own / f"metrics-{launch:03d}.jsonl", own / f"validation-{launch:03d}")
 
 
-def translate(config: Config, where: Places, resume: Path | None = None) -> list[str]:
-    """All overrides. `resume` is the folder of the checkpoint (`…/global_step_N`) to go on from."""
+def translate(config: Config, where: Places, resume: Path | None = None, *, evaluate_first: bool = False) -> list[str]:
+    """All overrides. `resume` is the folder of the checkpoint (`…/global_step_N`) to go on from.
+
+    `evaluate_first`: evaluate that checkpoint before training, as the untrained student always is.
+    """
     shared = pools(config)
     pairs = [
         *_data(config, where),
@@ -77,7 +80,7 @@ def translate(config: Config, where: Places, resume: Path | None = None) -> list
         *_update(config),
         *_rollout(config, where),
         *_teachers(config, shared),
-        *_trainer(config, where, shared, resume),
+        *_trainer(config, where, shared, resume, evaluate_first=evaluate_first),
     ]
     ours = [f"{name}={literal(value)}" for name, value in pairs]
     return [*ours, *params.overrides(config.method, config.steps), *config.cluster.overrides]
@@ -124,6 +127,12 @@ def model_path(config: Config, name: str) -> str:
     if world is not None:
         return str(getattr(world, name).absolute())
     return _everywhere(getattr(config.models, name))
+
+
+def model_paths(config: Config) -> list[str]:
+    """Folders or hub ids of all models that verl's workers load."""
+    others = [_everywhere(str(other.model)) for other in config.teacher.others.values()]
+    return [model_path(config, "student"), model_path(config, "teacher"), *others]
 
 
 def _everywhere(path: str) -> str:
@@ -269,7 +278,7 @@ def _inference(config: Config) -> dict[str, Any]:
     }
 
 
-def _trainer(config: Config, where: Places, shared: Pools, resume: Path | None) -> Pairs:
+def _trainer(config: Config, where: Places, shared: Pools, resume: Path | None, *, evaluate_first: bool) -> Pairs:
     yield "trainer.use_v1", True
     yield "trainer.nnodes", shared.student.nodes
     yield "trainer.n_gpus_per_node", shared.student.gpus_per_node
@@ -280,7 +289,7 @@ def _trainer(config: Config, where: Places, shared: Pools, resume: Path | None) 
     yield "trainer.default_local_dir", str(where.checkpoints)
     yield "trainer.resume_mode", "disable" if resume is None else "resume_path"
     yield "trainer.resume_from_path", None if resume is None else str(resume)
-    yield "trainer.val_before_train", evaluates(config) and resume is None
+    yield "trainer.val_before_train", evaluates(config) and (resume is None or evaluate_first)
     yield "trainer.test_freq", config.eval.every if evaluates(config) else -1
     yield "trainer.validation_data_dir", str(where.validation) if evaluates(config) else None
     yield "trainer.logger", ["file"]
