@@ -131,7 +131,7 @@ def _refuse_on_verl(work: Workload) -> None:
             "written: plan it for one GPU (--gpus-per-node 1), or take a fixed or growing horizon"
         )
     try:
-        carried(config.method)
+        carried(config.method, rewarded=config.reward.checker is not None)
     except VerlError as error:
         raise PlanError(f"{error}, or plan for one GPU (--gpus-per-node 1)") from None
 

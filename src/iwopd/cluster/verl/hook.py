@@ -7,8 +7,8 @@ progress or another denominator; the worker's loss then reads the column. The de
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,30 +17,52 @@ from iwopd.algo.evidence import Evidence
 from iwopd.algo.logprobs import floor_logprobs
 from iwopd.algo.objectives import Divergence, TrainingSignal
 from iwopd.cluster.verl.carrying import Carried, gap_is_known
+from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.losses import batch_evidence, padded, signal_column
 from iwopd.cluster.verl.params import Settings
+from iwopd.train.checking import Judged
 from iwopd.train.metrics import mean, signal_metrics
+from iwopd.train.reward import StepRewards
+
+LEFT_OUT = ("time/reward",)
+"""Answers are judged while others are written: nobody waits for it alone."""
+
+
+class Verdicts(NamedTuple):
+    """What the checker said of the rollouts of a batch."""
+
+    judged: Sequence[Judged]
+    groups: Tensor
+    """[B] integers: which rollouts answer the same prompt."""
 
 
 def before_the_split(
-    data: Any, settings: Settings, progress: float, reward_advantages: Tensor | None = None
+    data: Any, settings: Settings, progress: float, verdicts: Verdicts | None = None
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """New columns of a whole batch, ragged like its `response_mask`, and metrics by name.
 
-    `reward_advantages` [B, T] is what a task reward adds to the weighted advantages; None: nothing.
+    `verdicts`: where the settings have a reward.
     """
     from verl.workers.utils.padding import response_to_nested
 
     objective = settings.objective
-    evidence = replace(batch_evidence(data, objective, progress), reward_advantages=reward_advantages)
+    evidence, rewards = batch_evidence(data, objective, progress), None
+    if settings.reward is not None:
+        if verdicts is None:
+            raise VerlError(f"reward.checker is {settings.reward.checker!r}, but the batch came without verdicts")
+        rewards = StepRewards.of(settings.reward, evidence, *verdicts)
+        evidence = rewards.evidence
     signal = objective.signal(evidence)
     columns = {}
-    if objective.needs_whole_batch or reward_advantages is not None:
+    if objective.needs_whole_batch or rewards is not None:
         mask = data["response_mask"]
         columns[signal_column(objective)] = response_to_nested(_factors(objective, evidence, signal), mask)
         if objective.rule.supervised is not None:
             columns["loss_mask"] = response_to_nested(signal.supervised.to(mask.dtype), mask)
-    return columns, _metrics(objective, evidence, signal, progress) | _noise(data, evidence)
+    numbers = _metrics(objective, evidence, signal, progress) | _noise(data, evidence)
+    if rewards is not None:
+        numbers |= {f"iwopd/{name}": value for name, value in rewards.metrics(signal).items() if name not in LEFT_OUT}
+    return columns, numbers
 
 
 def _factors(objective: Carried, evidence: Evidence, signal: TrainingSignal) -> Tensor:
