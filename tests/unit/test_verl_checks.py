@@ -104,7 +104,7 @@ def test_what_users_trip_over(sections: dict[str, Any], words: str) -> None:
 
 
 def test_all_faults_are_told_at_once() -> None:
-    faulty = _config(rollout={"temperature": 0.7, "top_p": 0.9}, lora={"rank": 8})
+    faulty = _config(rollout={"temperature": 0.7, "top_p": 0.9}, lora={"rank": 8, "alpha": 1.5})
     with pytest.raises(VerlError) as caught:
         check_settings(faulty)
     assert len(str(caught.value).splitlines()) == 4

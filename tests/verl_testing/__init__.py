@@ -17,11 +17,10 @@ from iwopd.cluster.verl.job import STAND_IN
 from iwopd.cluster.verl.translate import TEACHERS
 from iwopd.config import Config
 
-
 BREAK = "VERL_TESTING_BREAK_SYNC"
-"""How weight sync fails after the first one: `lost` (nobody is told), `stale` (told, but the weights stay), `tensor` (one is 0)."""
+"""How weight sync fails after the first one: `lost` (nobody is told), `stale` (told, the weights stay), `tensor` (one is 0)."""
 OWN_TOKENS = "VERL_TESTING_OWN_TOKENS"
-"""Set where the student is an embedded world's: of Qwen's architecture, with a tokenizer of 21 ids and none of Qwen's tokens."""
+"""Set where the student is an embedded world's: of Qwen's architecture, with 21 ids and none of Qwen's tokens."""
 
 
 def environment() -> dict[str, str]:

@@ -30,8 +30,8 @@ def check_wiring(model_type: str | None, tokenizer: Any, student: str) -> None:
         if not _is_one(tokenizer, token):
             raise VerlError(
                 f"the student {student} is a {model_type!r} model, and its tokenizer has no token {token!r}, which verl's "
-                f"agent loop asks every {model_type!r} model for: add it to the tokenizer (add_special_tokens) and save both, choose "
-                "another student, or use the local engine"
+                f"agent loop asks every {model_type!r} model for: add it to the tokenizer (add_special_tokens) and save "
+                "both, choose another student, or use the local engine"
             )
 
 
