@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_it_ends_the_run_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, words: str) -> None:
-    """The first sync works and every later one fails, so the answers of step 2 are not the student's: nothing learns of them."""
+    """The first sync works and every later one fails, so the answers of step 2 are not the student's."""
     open_world("clean")
     monkeypatch.setenv(BREAK, broken)
     with train(tmp_path, "run", "--optim.lr", "0.003", steps=4) as job:
