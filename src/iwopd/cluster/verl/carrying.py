@@ -23,7 +23,7 @@ EVIDENCE = frozenset(
     {"mask", "gap", "old_logprobs", "teacher_logprobs", "reference_logprobs", "student_entropy", "progress", WEIGHTS}
 )
 """What formulas can ask for where the teacher scores the written tokens."""
-REWARDED = EVIDENCE | {"correct"}
+REWARDED = EVIDENCE | {"correct", "prompt"}
 """The same where a checker judges the answers (`[reward]`)."""
 EVIDENCE_WITHOUT_GAP = EVIDENCE - {"gap", "teacher_logprobs"}
 """What weight rules can ask for where it sends its likeliest ids."""

@@ -8,6 +8,7 @@ progress or another denominator; the worker's loss then reads the column. The de
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from iwopd.algo.correction import rollout_mismatch
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.logprobs import floor_logprobs
 from iwopd.algo.objectives import Divergence, TrainingSignal
+from iwopd.algo.rewards import spread_over_tokens
 from iwopd.cluster.verl.carrying import Carried, gap_is_known
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.losses import batch_evidence, padded, signal_column
@@ -51,7 +53,8 @@ def before_the_split(
         if verdicts is None:
             raise VerlError(f"reward.checker is {settings.reward.checker!r}, but the batch came without verdicts")
         rewards = StepRewards.of(settings.reward, evidence, *verdicts)
-        evidence = rewards.evidence
+        groups = spread_over_tokens(verdicts.groups.to(evidence.old_logprobs.dtype), evidence.mask)
+        evidence = replace(rewards.evidence, prompt=groups)
     signal = objective.signal(evidence)
     columns = {}
     if objective.needs_whole_batch or rewards is not None:
@@ -61,7 +64,8 @@ def before_the_split(
             columns["loss_mask"] = response_to_nested(signal.supervised.to(mask.dtype), mask)
     numbers = _metrics(objective, evidence, signal, progress) | _noise(data, evidence)
     if rewards is not None:
-        numbers |= {f"iwopd/{name}": value for name, value in rewards.metrics(signal).items() if name not in LEFT_OUT}
+        measured = rewards.metrics(signal if gap_is_known(objective) else None)
+        numbers |= {f"iwopd/{name}": float(value) for name, value in measured.items() if name not in LEFT_OUT}
     return columns, numbers
 
 
