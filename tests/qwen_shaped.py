@@ -31,7 +31,8 @@ def qwen_tokenizer(*, end: str = "<|im_end|>") -> Any:
     raw.add_special_tokens([AddedToken(name, special=True) for name in ("<|endoftext|>", "<|im_start|>", end)])
     raw.add_tokens([AddedToken(name, special=False) for name in ("<think>", "</think>")])
     template = TEMPLATE.replace("<|im_end|>", end)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<|endoftext|>", eos_token=end, chat_template=template)
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=raw, pad_token="<|endoftext|>", eos_token=end, chat_template=template)
 
 
 def save_qwen_model(folder: Path, *, seed: int, tokenizer: Any = None) -> Path:
@@ -45,7 +46,8 @@ def save_qwen_model(folder: Path, *, seed: int, tokenizer: Any = None) -> Path:
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     for place in (model.config, model.generation_config):
         place.eos_token_id, place.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+    make: Any = GenerationConfig
+    model.generation_config = make(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

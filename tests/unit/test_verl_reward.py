@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from iwopd.cluster.verl import reward
 from iwopd.cluster.verl.reward import FAILURE, REWARD, TRAINING, judge, read_prompt, read_verdict, written_prompt
@@ -85,12 +86,27 @@ def test_a_worker_that_said_nothing_gives_no_verdict(extra: Any) -> None:
     assert "gave no answer" in told.failure
 
 
+def test_verdicts_of_a_batch_as_verls_queue_gives_it() -> None:
+    """One row per rollout, in any order; texts and tables are columns of their own kind there."""
+    from tensordict import NonTensorStack, TensorDict
+
+    from iwopd.cluster.verl.hook import Verdicts
+
+    told = [{"reward_extra_info": {"score": 0.0, REWARD: value, FAILURE: ""}} for value in (1.0, 0.0, math.nan)]
+    columns = {"uid": NonTensorStack("b", "a", "b"), "extra_fields": NonTensorStack(*told)}
+    data = TensorDict({"x": torch.zeros(3), **columns}, batch_size=3)
+    found = Verdicts.of(data)
+    assert found.groups.tolist() == [0, 1, 0]
+    assert [one.reward for one in found.judged] == pytest.approx([1.0, 0.0, math.nan], nan_ok=True)
+    assert found.failures == []
+    assert set(data.keys()) == {"x"}  # what is left is tensors
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # verl, Ray and their dependencies warn at import
 def test_through_verls_own_reward_manager(tmp_path: Any) -> None:
     """Settings composed by Hydra from our overrides, the function loaded by verl, the answer decoded by verl."""
     import numpy as np
-    import torch
     from tensordict import TensorDict
     from verl.protocol import DataProto
     from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls

@@ -100,7 +100,7 @@ def test_a_template_of_ones_own_is_saved_with_the_tokenizer(tmp_path: Path) -> N
     assert tokenizer.chat_template == TEMPLATE  # the student's own stays as it was
     saved = AutoTokenizer.from_pretrained(where.tokenizer)
     prompt = order.prompts[0]
-    rendered = saved.apply_chat_template(
+    rendered: Any = saved.apply_chat_template(
         prompt.metadata["messages"], add_generation_prompt=True, tokenize=False, style="briefly", enable_thinking=False
     )
     assert rendered.startswith("Answer briefly.\n<|im_start|>user\n")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from iwopd.algo.correction import rollout_mismatch
@@ -22,10 +23,13 @@ from iwopd.cluster.verl.carrying import Carried, gap_is_known
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.losses import batch_evidence, padded, signal_column
 from iwopd.cluster.verl.params import Settings
+from iwopd.cluster.verl.reward import read_verdict
 from iwopd.train.checking import Judged
 from iwopd.train.metrics import mean, signal_metrics
 from iwopd.train.reward import StepRewards
 
+JUDGED = ("uid", "extra_fields")
+"""verl's columns of which prompt a rollout answers, and of what the checker said."""
 LEFT_OUT = ("time/reward",)
 """Answers are judged while others are written: nobody waits for it alone."""
 
@@ -36,6 +40,19 @@ class Verdicts(NamedTuple):
     judged: Sequence[Judged]
     groups: Tensor
     """[B] integers: which rollouts answer the same prompt."""
+
+    @classmethod
+    def of(cls, data: Any) -> Verdicts:
+        """What verl's reward workers said, taken out of the batch (`JUDGED`)."""
+        judged = [read_verdict(extra) for extra in data.pop("extra_fields").tolist()]
+        numbers: dict[str, int] = {}
+        groups = [numbers.setdefault(uid, len(numbers)) for uid in data.pop("uid").tolist()]
+        return cls(judged, torch.tensor(groups))
+
+    @property
+    def failures(self) -> list[str]:
+        """Why there is no verdict, where there is none."""
+        return [one.failure for one in self.judged if one.failure]
 
 
 def before_the_split(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
@@ -16,18 +15,15 @@ from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 
-from iwopd.cluster.verl.hook import Verdicts, before_the_split
+from iwopd.cluster.verl.hook import JUDGED, Verdicts, before_the_split
 from iwopd.cluster.verl.losses import batch_columns, settings_of
 from iwopd.cluster.verl.params import TRAINER
-from iwopd.cluster.verl.reward import read_verdict
 from iwopd.cluster.verl.sync import check_sync
 from iwopd.cluster.verl.watch import Watch, rollout_actors
 from iwopd.train.scoring import training_progress
 
 COLUMNS = ("prompts", "responses", "rollout_log_probs")
 """Read of every batch beside the objective's evidence."""
-JUDGED = ("uid", "extra_fields")
-"""The same where a checker judges the answers: which prompt, and what the checker said."""
 
 
 @register_trainer(TRAINER)
@@ -58,14 +54,13 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return batch
 
     def _verdicts(self, data: Any) -> Verdicts:
-        """What verl's reward workers said of the batch; why there is no verdict goes to the log, once."""
-        found = [read_verdict(extra) for extra in data["extra_fields"].tolist()]
-        failures = [one.failure for one in found if one.failure]
-        if failures and not self.iwopd_told:
+        """Those of the batch; why there is none goes to the log, once."""
+        found = Verdicts.of(data)
+        if found.failures and not self.iwopd_told:
             self.iwopd_told = True
-            print(f"step {self.global_steps}: no verdict on {len(failures)} of {len(found)} answers, such as: {failures[0]}")
-        numbers: dict[str, int] = {}
-        return Verdicts(found, torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in data["uid"].tolist()]))
+            missing = f"no verdict on {len(found.failures)} of {len(found.judged)} answers"
+            print(f"step {self.global_steps}: {missing}, such as: {found.failures[0]}")
+        return found
 
 
 class TaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # type: ignore[misc]
