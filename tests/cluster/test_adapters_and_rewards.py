@@ -23,7 +23,7 @@ RUN_SECONDS = 3600
 STEPS, PROMPTS, SAMPLES = 2, 8, 2
 SETTINGS = (
     *("--lora.rank", "4", "--lora.alpha", "8", "--lora.targets", "['q_proj', 'v_proj', 'down_proj']"),
-    *("--optim.lr", "0.003"),
+    *("--optim.lr", "0.003", "--eval.prompts", "0"),
     *("--rollout.prompts-per-step", str(PROMPTS), "--rollout.samples", str(SAMPLES)),
     *("--reward.checker", "tiny", "--reward.coefficient", "0.5", "--reward.normalize", "mean"),
 )

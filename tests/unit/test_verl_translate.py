@@ -324,7 +324,7 @@ for overrides in json.load(sys.stdin):
     teachers = omega_conf_to_dataclass(tree.distillation).teacher_models
     results.append({
         "tree": OmegaConf.to_container(tree, resolve=True),
-        "critic": critic, "reference": reference,
+        "critic": critic, "reference": reference, "lora_only": actor.checkpoint.save_lora_only,
         "betas": list(actor.optim.betas), "eps": actor.optim.override_optimizer_config["eps"],
         "strategy": actor.engine.strategy, "mixed": dict(actor.engine.mixed_precision), "response": rollout.response_length,
         "teachers": {key: [t.model_path, t.num_replicas, t.inference.name, t.inference.max_model_len]
@@ -343,6 +343,11 @@ def test_verls_own_config_knows_every_key() -> None:
         load_config(RECIPES / paper, {"cluster.nodes": 4}),
         load_config(RECIPES / "tiny" / "iw-opd.toml", {"cluster.gpus_per_node": 2}),
         _config("teacher.others"),
+        make_config(
+            {**BASE, "lora": {"rank": 8, "targets": ["q_proj"]}, "cluster": {"backend": "sglang"}}
+        ),  # vLLM is asked else
+        _config("reward.workers"),
+        _config("data.chat_template"),
         *(_config(name) for name in ("models.attention", "cluster.offload", "method.weights", "cluster.overrides")),
     ]
     given = [[*_overrides(config), *environment_overrides({"A": "1"})] for config in configs]
@@ -351,7 +356,16 @@ def test_verls_own_config_knows_every_key() -> None:
         [sys.executable, "-c", COMPOSE], input=json.dumps(given), capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    math, tiny, several, *_ = json.loads(done.stdout.partition("RESULT")[2])
+    math, tiny, several, adapter, rewarded, template, *_ = json.loads(done.stdout.partition("RESULT")[2])
+    trained = adapter["tree"]["actor_rollout_ref"]
+    assert (trained["model"]["lora_rank"], trained["model"]["target_modules"]) == (8, ["q_proj"])
+    assert trained["actor"]["checkpoint"]["save_contents"] == ["model", "optimizer", "extra"]
+    assert adapter["lora_only"]
+    assert not math["lora_only"]
+    judges = rewarded["tree"]["reward"]["custom_reward_function"]
+    assert (judges["name"], judges["reward_kwargs"]) == ("judge", {"checker": "math", "timeout": 120.0, "workers": 3})
+    assert rewarded["tree"]["distillation"]["distillation_loss"]["iwopd"]["reward"]["coefficient"] == 1.0
+    assert template["tree"]["actor_rollout_ref"]["model"]["tokenizer_path"] == "/runs/a/verl/tokenizer"
     assert math["reference"]
     assert not any(result["critic"] for result in (math, tiny, several))
     assert not tiny["reference"]

@@ -97,7 +97,11 @@ FIELDS: dict[str, Treatment] = {
         "none", "verl's teacher is an engine of its own: set it to 'none', or use the local engine"
     ),
     "models.trust_remote_code": _mapped("actor_rollout_ref.model.trust_remote_code, data.trust_remote_code"),
-    "lora.rank": _mapped(f"actor_rollout_ref.model.lora_rank, {_ROLLOUT}.load_format, {_ACTOR}.checkpoint.save_lora_only"),
+    "lora.rank": Treatment(
+        "mapped",
+        f"actor_rollout_ref.model.lora_rank, {_ROLLOUT}.load_format, {_ACTOR}.checkpoint.save_lora_only; vLLM takes up to 512",
+        lambda rank, config: rank <= 512 or config.cluster.backend != "vllm",
+    ),
     "lora.alpha": Treatment(
         "mapped",
         "actor_rollout_ref.model.lora_alpha, which is a whole number",
