@@ -81,7 +81,7 @@ def test_several_teachers_share_the_pool() -> None:
         ({"lora": {"rank": 513}}, "lora.rank is 513: .*vLLM takes up to 512"),
         ({"lora": {"rank": 8, "alpha": 1.5}}, "lora.alpha is 1.5: .*a whole number"),
         ({"method": {"weights": "gated"}}, "weights 'gated'.* needs agreement"),
-        ({"method": {"weights": "scope"}, "reward": {"checker": "nobody", "normalize": "none"}}, "reward.checker is 'nobody'"),
+        ({"reward": {"checker": "nobody", "normalize": "none"}}, "reward.checker is 'nobody'"),
         (
             {
                 "reward": {"checker": "exact", "normalize": "none"},
