@@ -38,7 +38,9 @@ TESTS = Path(__file__).resolve().parents[1]
 STEPS, ROLLOUTS, RANKS = 3, 8, 2
 LIKELIEST = 4
 """Ids of the teacher, where it sends these."""
-PACKED, ADAPTER = "packed", "adapter"
+PACKED, ADAPTER, HALF = "packed", "adapter", "bfloat16"
+TOLERANCE = {HALF: 0.2}
+"""Relative difference of the weights from those of a local learner in float32; else 1e-3. Seen: 0.08; 3e-5 and less."""
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]}
 METHODS: dict[str, dict[str, Any]] = {
     "iw-opd": {"weights": "cumulative-share", "params": {"gamma": 0.5}},
@@ -54,15 +56,17 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     PACKED: {"weights": "cumulative-share", "params": {"gamma": 0.5}},
     ADAPTER: {"advantage": "exopd", "weights": "survival-share"},
+    HALF: {"weights": "cumulative-share", "params": {"gamma": 0.5}},
 }
 """In the worker's loss; before the split, because of the batch; or because of the denominator; with verl's reference worker;
-through verl's logits processor; without padding; an adapter, whose reference is the actor without it."""
+through verl's logits processor; without padding; an adapter, whose reference is the actor without it; in bfloat16 with gradient
+checkpointing, over float32 shards."""
 
 
 @pytest.mark.slow
 def test_two_ranks_of_verl_update_as_the_local_learner_does(tmp_path: Path) -> None:
     settings = save_pair(tmp_path)
-    configs = {name: config_of(settings, method, adapter=name == ADAPTER) for name, method in METHODS.items()}
+    configs = {name: config_of(settings, method, name) for name, method in METHODS.items()}
     started = load(tmp_path / "student")
     add_adapter(started, **LORA)
     started.save_pretrained(tmp_path / "lora")
@@ -78,12 +82,15 @@ def test_two_ranks_of_verl_update_as_the_local_learner_does(tmp_path: Path) -> N
         apart = norm({key: found[key] - expected[key] for key in start})
         print(f"{name}: moved by {moved:.4f}, apart by {apart:.2e}, relative {apart / moved:.2e}")
         assert moved > 0.1
-        assert apart / moved < 1e-3  # 3e-5 and less were seen
+        tolerance = TOLERANCE.get(name, 1e-3)
+        assert apart / moved < tolerance
         assert len(losses) == STEPS
-        assert [sum(each) / len(each) for each in losses] == pytest.approx(expected_losses, rel=1e-3, abs=1e-5)
+        assert [sum(each) / len(each) for each in losses] == pytest.approx(expected_losses, rel=tolerance, abs=1e-5)
+        assert all(values.dtype == torch.float32 for values in found.values())
 
 
-def config_of(settings: dict[str, Any], method: dict[str, Any], *, adapter: bool = False) -> Config:
+def config_of(settings: dict[str, Any], method: dict[str, Any], name: str) -> Config:
+    adapter, half = name == ADAPTER, name == HALF
     return make_config(
         settings
         | {
@@ -93,7 +100,8 @@ def config_of(settings: dict[str, Any], method: dict[str, Any], *, adapter: bool
             "rollout": {"prompts_per_step": ROLLOUTS, "max_tokens": 24},
             "data": settings["data"] | {"max_prompt_tokens": 8},
             # An adapter begins at 0, and needs more to leave it; 48: several micro-batches a rank.
-            "optim": {"lr": 3e-2 if adapter else 3e-3, "ppo_epochs": 2, "token_budget": 48},
+            "optim": {"lr": 3e-2 if adapter else 3e-3, "ppo_epochs": 2, "token_budget": 48, "gradient_checkpointing": half},
+            "models": settings["models"] | ({"dtype": "bfloat16"} if half else {}),
             "cluster": {"nodes": 1, "gpus_per_node": RANKS + 1, "teacher_gpus": 1},
         }
     )
