@@ -12,6 +12,8 @@
 # make docs    the documentation site in build/docs/site/, strict: a broken link or a missing name ends it
 # make demo    the demonstration
 # make dist    wheel and source distribution in dist/, checked as the package index does
+# make try-versions TRY='--python python3.13'   the wheel in a new environment of another Python, with the newest versions of what it
+#              needs, or with the oldest that it allows (TRY='--python python3.12 --lowest'); several GB where torch brings CUDA
 
 PYTHON ?= python3
 VENV   := .venv
@@ -20,7 +22,7 @@ STAMP  := $(VENV)/.installed
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup test check test-real test-gpu test-vllm test-cluster lint format bench docs demo dist clean
+.PHONY: setup test check test-real test-gpu test-vllm test-cluster lint format bench docs demo dist try-versions clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -108,6 +110,9 @@ dist: setup
 	@$(BIN)/python -m build --no-isolation --outdir dist .
 	@$(BIN)/python -m twine check --strict dist/*
 	@$(BIN)/python -m check_wheel_contents dist/*.whl
+
+try-versions: setup
+	@$(BIN)/python tools/try_versions.py $(TRY)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

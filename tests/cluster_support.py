@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import verl_testing
+from waiting import PATIENCE
 
 MARK = "IWOPD_TEST_JOB"
 
@@ -26,9 +27,9 @@ class Job:
     """A command and everything that it starts, Ray's processes included, under one mark in their environment.
 
     with Job([...], log=folder / "log.txt") as job:
-        job.wait_for(lambda: job.metrics(...), seconds=120)
+        job.wait_for(lambda: job.metrics(...))
         job.kill("ray::WorkerDict")
-        assert job.finish(seconds=60) == 1
+        assert job.finish() == 1
     """
 
     def __init__(self, command: Sequence[str], *, log: Path, variables: Mapping[str, str] | None = None) -> None:
@@ -54,22 +55,22 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while (pids := self.pids()) and time.monotonic() < deadline:
             for pid in pids:
                 _kill(pid)
             time.sleep(0.2)
-        self.process.wait(30)
+        self.process.wait(PATIENCE)
         shutil.rmtree(self.ray_folder, ignore_errors=True)
 
-    def finish(self, seconds: float) -> int:
+    def finish(self, seconds: float = PATIENCE) -> int:
         """The exit code; an error with the log's end if it takes longer."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds:.0f} s; the log ends with:\n{self.text()[-3000:]}") from None
 
-    def wait_for(self, condition: Callable[[], Any], seconds: float) -> None:
+    def wait_for(self, condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
         """Until `condition()` holds; an error with the log's end if the job ends first or it takes longer."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -123,7 +124,7 @@ def ray_cluster(log: Path, gpus: int) -> Iterator[str]:
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
     command += [f"--port={port}", f"--num-gpus={gpus}", "--num-cpus=16", "--include-dashboard=false"]
     with Job(command, log=log) as job:
-        job.wait_for(lambda: "Ray runtime started" in job.text(), 120)
+        job.wait_for(lambda: "Ray runtime started" in job.text())
         yield f"127.0.0.1:{port}"
 
 

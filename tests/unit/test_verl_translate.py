@@ -200,6 +200,7 @@ COMPANIONS: dict[str | None, dict[str, Any]] = {
     "models.reference_gguf_file": {"models": {"reference": "org/student"}},
     "models.reference_revision": {"models": {"reference": "org/student"}},
     "teacher.source": {"models": {"teacher": None}, "teacher": {"user": "{prompt} {answer}"}},
+    "teacher.dialect": {"teacher": {"urls": ["http://gpu1:8000"]}},
     **{f"lora.{name}": {"lora": {"rank": 8}} for name in ("alpha", "targets", "quantize")},
     "method.scale": {"method": {"advantage": "exopd"}},
     "method.weighting": {"method": {"advantage": "exopd"}},

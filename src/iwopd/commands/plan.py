@@ -6,10 +6,9 @@ How good the estimate is: docs/plan.md.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from iwopd.commands.options import parse_overrides
+from iwopd.commands.options import named_path, parse_overrides
 from iwopd.recipes import find
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=int, help="GPUs of each machine (default: 8; 1 machine x 1: the local engine)")
     parser.add_argument("--response-tokens", type=float, help="mean length of an answer (default: a quarter of the longest)")
     measured = "probe.json of the pair (or its folder): how long its answers are, and what a horizon leaves of them"
-    parser.add_argument("--probe", type=Path, metavar="FILE", help=measured)
+    parser.add_argument("--probe", type=named_path, metavar="FILE", help=measured)
     parser.add_argument("--price", type=float, help="of one GPU-hour, in any currency (default: GPU-hours only)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,16 +44,43 @@ def reward_refuses(config: Config) -> Iterator[Refused]:
         )
 
 
-def prompts_refuse(checker: PromptChecker, name: str, prompts: Sequence[Prompt]) -> Iterator[Refused]:
-    """Prompts that the checker cannot judge answers to: how many, and what the first of them lacks."""
-    found = ((prompt, why) for prompt in prompts if (why := checker.lacks(prompt)) is not None)
-    first = next(found, None)
-    if first is not None:
-        count = 1 + sum(1 for _ in found)
-        yield Refused(
-            f"reward.checker = {name!r} cannot judge answers to {count:,} of {len(prompts):,} training prompts, such as "
-            f"{first[0].id!r}: {first[1]}",
-            "name the field with the answers (data.sets: answer_field), filter those prompts out, or choose another checker",
+UNJUDGED = 0.1
+"""Share of training prompts that a checker need not be able to judge: more of them are no accident."""
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """Training prompts whose answers a checker cannot judge."""
+
+    name: str
+    """Of the checker."""
+    reasons: Mapping[str, str]
+    """What they lack, by prompt."""
+    prompts: int
+    """Of the whole set."""
+
+    @classmethod
+    def find(cls, checker: PromptChecker, name: str, prompts: Sequence[Prompt]) -> Unjudged:
+        return cls(name, {one.id: why for one in prompts if (why := checker.lacks(one)) is not None}, len(prompts))
+
+    def refuse(self) -> Iterator[Refused]:
+        """Too many to be damage."""
+        if len(self.reasons) > UNJUDGED * self.prompts:
+            remedy = "name the field with the answers (data.sets: answer_field), filter those prompts out, or choose another"
+            yield Refused(self._words(), f"{remedy} checker")
+
+    def tolerate(self) -> Iterator[Refused]:
+        """A few: they are trained on without a reward."""
+        if 0 < len(self.reasons) <= UNJUDGED * self.prompts:
+            yield Refused(
+                self._words(), "answers to them get no reward (reward/failed counts them): correct them, or filter them out"
+            )
+
+    def _words(self) -> str:
+        prompt, why = next(iter(self.reasons.items()))
+        return (
+            f"reward.checker = {self.name!r} cannot judge answers to {len(self.reasons):,} of {self.prompts:,} training "
+            f"prompts, such as {prompt!r}: {why}"
         )
 
 
@@ -80,7 +107,8 @@ class Rewards:
         self.cut_off_counts = config.rollout.truncated == "keep"
         self._failed: tuple[Counter[str], int] | None = None
         self._told = False
-        for refused in prompts_refuse(self.checker, config.reward.checker, prompts):
+        self.unjudged = Unjudged.find(self.checker, config.reward.checker, prompts)
+        for refused in self.unjudged.refuse():
             raise ConfigError(f"{refused.message}. {refused.remedy}")
 
     @classmethod
@@ -96,6 +124,8 @@ class Rewards:
         """One rollout's verdict. What was cut off and does not teach is not judged, nor is an answer without its end."""
         if rollout.stop_reason == "horizon" or (rollout.stop_reason == "length" and not self.cut_off_counts):
             return Judged(math.nan)
+        if (why := self.unjudged.reasons.get(rollout.prompt.id)) is not None:
+            return Judged(math.nan, why)
         return verdict(self.checker, rollout.prompt, answer_text(self.tokenizer, rollout.response_ids))
 
     def step(self, evidence: Evidence, rollouts: Sequence[Rollout], wait: Callable[[], list[Judged]]) -> StepRewards:

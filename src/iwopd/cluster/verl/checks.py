@@ -29,7 +29,7 @@ from iwopd.train.doctor.data import check_data
 from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
 from iwopd.train.doctor.lengths import check_context
 from iwopd.train.horizon import horizon_refuses
-from iwopd.train.reward import prompts_refuse, reward_refuses
+from iwopd.train.reward import Unjudged, reward_refuses
 from iwopd.types import Prompt
 from iwopd.vocabulary import check_same_tokenizer
 
@@ -95,7 +95,7 @@ def check_tokenizer(config: Config, tokenizer: Any, prompts: Sequence[Prompt]) -
         check_wiring(getattr(found, "model_type", None), tokenizer, student)
     if (name := config.reward.checker) is None:
         return
-    for refused in prompts_refuse(prompt_checker(name), name, prompts):
+    for refused in Unjudged.find(prompt_checker(name), name, prompts).refuse():
         raise VerlError(f"{refused.message}: {refused.remedy}")
     if tags := special_tags(tokenizer):
         raise VerlError(

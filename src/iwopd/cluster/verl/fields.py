@@ -230,7 +230,7 @@ FIELDS: dict[str, Treatment] = {
     "ema.device": _unused("of the student's moving average, which verl does not keep"),
     "teacher.urls": _only([], _SERVER),
     "teacher.name": _only(None, _SERVER),
-    "teacher.dialect": _unused(_SERVER_SETTING),
+    "teacher.dialect": _only("vllm", _SERVER),
     "teacher.api_key_env": _only(None, _SERVER),
     "teacher.max_in_flight": _unused(_SERVER_SETTING),
     "teacher.tokens_per_request": _unused(_SERVER_SETTING),

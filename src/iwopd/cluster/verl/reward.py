@@ -71,7 +71,10 @@ def read_prompt(text: str) -> Prompt:
 
 
 def _verdict(checker: str, prompt: str, answer: str) -> Judged:
-    return verdict(_found(checker), read_prompt(prompt), answer)
+    asked = read_prompt(prompt)
+    if (why := _found(checker).lacks(asked)) is not None:
+        return Judged(math.nan, why)
+    return verdict(_found(checker), asked, answer)
 
 
 @lru_cache
