@@ -92,6 +92,7 @@ bench: setup
 	@$(BIN)/python bench/code_check.py
 	@$(BIN)/python bench/overlap.py
 	@$(BIN)/python bench/plan.py
+	@$(BIN)/python bench/stragglers.py
 	@$(BIN)/python bench/wire.py
 	@$(BIN)/python bench/long.py
 	@$(BIN)/python bench/horizon.py

@@ -22,12 +22,12 @@ from iwopd.algo.advantages import ADVANTAGES
 from iwopd.algo.objectives import Divergence, PolicyGradient
 from iwopd.algo.registry import WEIGHT_RULES
 from iwopd.cluster.verl.carrying import LIMITS, Carried, carried, carried_names
+from iwopd.cluster.verl.compatibility import in_short, installed
 from iwopd.cluster.verl.errors import VerlError
+from iwopd.cluster.verl.reaches import VERL
 from iwopd.config import Method, Reward
 from iwopd.methods import METHODS
 
-VERL = "0.9.1"
-"""The one version whose inner workings this was tested with."""
 LOSS = "distillation.distillation_loss"
 LOSS_CONFIG = "iwopd.cluster.verl.lossconfig.LossConfig"
 ADDED = ("clip_ratio_c", "use_chunked_topk")
@@ -143,7 +143,10 @@ def correction_settings(objective: Carried) -> dict[str, tuple[Any, str]]:
 def check_version() -> None:
     """Refuse another verl than the one that was tested."""
     if (found := version("verl")) != VERL:
-        raise VerlError(f"verl {found} is installed, but iwopd was tested with {VERL} alone: pip install verl=={VERL}")
+        raise VerlError(
+            f"verl {found} is installed, but iwopd was tested with {VERL} alone: pip install verl=={VERL}. "
+            f"{in_short(installed)} (all of it: python -m iwopd.cluster.verl.compatibility)"
+        )
 
 
 def dual_clip(objective: PolicyGradient) -> float:
