@@ -98,7 +98,7 @@ OTHER: dict[str, Any] = {
     "method.k": 7,
     "method.beta": 0.2,
     "method.alpha": 0.2,
-    "reward.checker": "math",
+    "reward.checker": "exact",
     "reward.coefficient": 0.5,
     "reward.normalize": "mean",
     "reward.timeout": 60.0,
@@ -201,7 +201,7 @@ COMPANIONS: dict[str | None, dict[str, Any]] = {
     "models.reference_revision": {"models": {"reference": "org/student"}},
     "teacher.source": {"models": {"teacher": None}, "teacher": {"user": "{prompt} {answer}"}},
     "teacher.dialect": {"teacher": {"urls": ["http://gpu1:8000"]}},
-    "lora.quantize": {"lora": {"rank": 8}},
+    **{f"lora.{name}": {"lora": {"rank": 8}} for name in ("alpha", "targets", "quantize")},
     "method.scale": {"method": {"advantage": "exopd"}},
     "method.weighting": {"method": {"advantage": "exopd"}},
     "method.power": {"method": {"advantage": "power"}},
@@ -261,9 +261,7 @@ def test_every_setting_has_a_treatment() -> None:
     method = {f"method.{name}" for name in (*of_advantages, *Divergence.every_setting())}
     horizon = {f"rollout.horizon.{info.alias or name}" for one in (Fixed, Growing) for name, info in one.model_fields.items()}
     assert {name for name, _ in settings()} | method | horizon == set(FIELDS)
-    assert all(
-        treatment.text and (treatment.kind == "only") == (treatment.allowed is not None) for treatment in FIELDS.values()
-    )
+    assert all(treatment.text and (treatment.kind != "only" or treatment.allowed is not None) for treatment in FIELDS.values())
 
 
 @pytest.mark.parametrize("name", _names("mapped"))
@@ -327,7 +325,7 @@ for overrides in json.load(sys.stdin):
     teachers = omega_conf_to_dataclass(tree.distillation).teacher_models
     results.append({
         "tree": OmegaConf.to_container(tree, resolve=True),
-        "critic": critic, "reference": reference,
+        "critic": critic, "reference": reference, "lora_only": actor.checkpoint.save_lora_only,
         "betas": list(actor.optim.betas), "eps": actor.optim.override_optimizer_config["eps"],
         "strategy": actor.engine.strategy, "mixed": dict(actor.engine.mixed_precision), "response": rollout.response_length,
         "teachers": {key: [t.model_path, t.num_replicas, t.inference.name, t.inference.max_model_len]
@@ -346,6 +344,11 @@ def test_verls_own_config_knows_every_key() -> None:
         load_config(RECIPES / paper, {"cluster.nodes": 4}),
         load_config(RECIPES / "tiny" / "iw-opd.toml", {"cluster.gpus_per_node": 2}),
         _config("teacher.others"),
+        make_config(
+            {**BASE, "lora": {"rank": 8, "targets": ["q_proj"]}, "cluster": {"backend": "sglang"}}
+        ),  # vLLM is asked else
+        _config("reward.workers"),
+        _config("data.chat_template"),
         *(_config(name) for name in ("models.attention", "cluster.offload", "method.weights", "cluster.overrides")),
     ]
     given = [[*_overrides(config), *environment_overrides({"A": "1"})] for config in configs]
@@ -354,7 +357,16 @@ def test_verls_own_config_knows_every_key() -> None:
         [sys.executable, "-c", COMPOSE], input=json.dumps(given), capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    math, tiny, several, *_ = json.loads(done.stdout.partition("RESULT")[2])
+    math, tiny, several, adapter, rewarded, template, *_ = json.loads(done.stdout.partition("RESULT")[2])
+    trained = adapter["tree"]["actor_rollout_ref"]
+    assert (trained["model"]["lora_rank"], trained["model"]["target_modules"]) == (8, ["q_proj"])
+    assert trained["actor"]["checkpoint"]["save_contents"] == ["model", "optimizer", "extra"]
+    assert adapter["lora_only"]
+    assert not math["lora_only"]
+    judges = rewarded["tree"]["reward"]["custom_reward_function"]
+    assert (judges["name"], judges["reward_kwargs"]) == ("judge", {"checker": "math", "timeout": 120.0, "workers": 3})
+    assert rewarded["tree"]["distillation"]["distillation_loss"]["iwopd"]["reward"]["coefficient"] == 1.0
+    assert template["tree"]["actor_rollout_ref"]["model"]["tokenizer_path"] == "/runs/a/verl/tokenizer"
     assert math["reference"]
     assert not any(result["critic"] for result in (math, tiny, several))
     assert not tiny["reference"]

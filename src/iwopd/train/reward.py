@@ -15,7 +15,7 @@ from torch import Tensor
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import TrainingSignal
 from iwopd.algo.rewards import differing_groups, reward_advantages, spread_over_tokens
-from iwopd.config import Config, ConfigError
+from iwopd.config import Config, ConfigError, Reward
 from iwopd.errors import UserError
 from iwopd.eval.answers import answer_text, check_answers
 from iwopd.eval.checkers import PromptChecker, prompt_checker
@@ -84,6 +84,19 @@ class Unjudged:
         )
 
 
+def verdict(checker: PromptChecker, prompt: Prompt, text: str) -> Judged:
+    """What the checker says of one answer."""
+    verdicts = check_answers(checker.check, [prompt], [text])
+    if len(verdicts) != 1:
+        raise ValueError(f"the checker returned {len(verdicts)} verdicts on one answer")
+    if not verdicts[0].judged:
+        return Judged(math.nan, f"{verdicts[0].status}: {verdicts[0].detail}")
+    score = float(verdicts[0].score)
+    if not 0 <= score <= 1:
+        raise ValueError(f"the checker's score is {score}; it must lie in [0, 1]")
+    return Judged(score)
+
+
 class Rewards:
     """The checker of a run at work."""
 
@@ -113,34 +126,17 @@ class Rewards:
             return Judged(math.nan)
         if (why := self.unjudged.reasons.get(rollout.prompt.id)) is not None:
             return Judged(math.nan, why)
-        text = answer_text(self.tokenizer, rollout.response_ids)
-        verdicts = check_answers(self.checker.check, [rollout.prompt], [text])
-        if len(verdicts) != 1:
-            raise ValueError(f"the checker returned {len(verdicts)} verdicts on one answer")
-        if not verdicts[0].judged:
-            return Judged(math.nan, f"{verdicts[0].status}: {verdicts[0].detail}")
-        score = float(verdicts[0].score)
-        if not 0 <= score <= 1:
-            raise ValueError(f"the checker's score is {score}; it must lie in [0, 1]")
-        return Judged(score)
+        return verdict(self.checker, rollout.prompt, answer_text(self.tokenizer, rollout.response_ids))
 
     def step(self, evidence: Evidence, rollouts: Sequence[Rollout], wait: Callable[[], list[Judged]]) -> StepRewards:
         """Evidence [B, T] of these rollouts with what was said of each, once it is (`wait`)."""
         start = time.perf_counter()
         judged = wait()
         seconds = time.perf_counter() - start
-        rewards = torch.tensor([one.reward for one in judged], dtype=torch.float64)
-        groups = torch.tensor(number_prompts(rollouts))
-        dtype, given = evidence.old_logprobs.dtype, self.settings
-        added = None  # nothing at all: bit for bit the run without a reward
-        if given.coefficient:
-            factors: dict[str, Any] = {"coefficient": given.coefficient, "normalize": given.normalize}
-            added = reward_advantages(rewards, groups, evidence.mask, **factors).to(dtype)
-        correct = spread_over_tokens(rewards, evidence.mask).to(dtype)
-        failures = Counter(one.failure for one in judged if one.failure)
-        if failures and self._failed is None:
-            self._failed = failures, len(judged)
-        return StepRewards(replace(evidence, correct=correct, reward_advantages=added), rewards, groups, failures, seconds)
+        found = StepRewards.of(self.settings, evidence, judged, torch.tensor(number_prompts(rollouts)), seconds)
+        if found.failures and self._failed is None:
+            self._failed = found.failures, len(judged)
+        return found
 
     def notice(self) -> str | None:
         """What to say of the first step in which the checker failed, once."""
@@ -168,6 +164,21 @@ class StepRewards:
     """Why the checker gave no verdict, and how often."""
     seconds: float
     """That the step waited for the checker."""
+
+    @classmethod
+    def of(
+        cls, given: Reward, evidence: Evidence, judged: Sequence[Judged], groups: Tensor, seconds: float = 0.0
+    ) -> StepRewards:
+        """What was said of rollouts whose evidence is [B, T]; `groups` [B] numbers their prompts."""
+        rewards = torch.tensor([one.reward for one in judged], dtype=torch.float64)
+        dtype = evidence.old_logprobs.dtype
+        added = None  # nothing at all: bit for bit the run without a reward
+        if given.coefficient:
+            factors: dict[str, Any] = {"coefficient": given.coefficient, "normalize": given.normalize}
+            added = reward_advantages(rewards, groups, evidence.mask, **factors).to(dtype)
+        correct = spread_over_tokens(rewards, evidence.mask).to(dtype)
+        failures = Counter(one.failure for one in judged if one.failure)
+        return cls(replace(evidence, correct=correct, reward_advantages=added), rewards, groups, failures, seconds)
 
     def metrics(self, signal: TrainingSignal | None) -> dict[str, float]:
         """Both terms of the advantage by themselves, and what they are made of. `signal`: of an objective with an advantage."""

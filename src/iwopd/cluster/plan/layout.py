@@ -137,7 +137,7 @@ def _refuse_on_verl(work: Workload) -> None:
             "(--engine local), or leave it out"
         )
     try:
-        carried(config.method)
+        carried(config.method, rewarded=config.reward.checker is not None)
     except VerlError as error:
         raise PlanError(f"{error}, or plan for one GPU (--gpus-per-node 1)") from None
 

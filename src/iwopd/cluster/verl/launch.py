@@ -8,11 +8,11 @@ from contextlib import closing
 from pathlib import Path
 from signal import Signals
 
-from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, examine
+from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, check_tokenizer, examine
 from iwopd.cluster.verl.convert import adopt, check_ranks, full_disk, newest
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
 from iwopd.cluster.verl.job import LOCAL, RUNNING, VerlJob, check_size, command, ray_address, shown
-from iwopd.cluster.verl.metrics import MetricsFile, noise_warning, step_stats
+from iwopd.cluster.verl.metrics import MetricsFile, noise_warning, reward_warning, step_stats
 from iwopd.cluster.verl.pools import pools
 from iwopd.cluster.verl.prompts import load_order, write_prompts
 from iwopd.cluster.verl.shared import check_shared
@@ -84,6 +84,7 @@ def run_on_verl(
     open_world(config, progress)  # verl finds the models there
     order, tokenizer = load_order(config, messages.append)
     check_support(config, len(tokenizer))
+    check_tokenizer(config, tokenizer, order.prompts)
     if doctor:
         check_other_teachers(config, tokenizer)
     tasks = evaluated_tasks(config, tokenizer)
@@ -158,16 +159,17 @@ def _follow(
     """Follow the job until it ends or must be ended; record its metrics, evaluations and checkpoints."""
     metrics, last = MetricsFile(where.metrics), time.monotonic()
     stop = StopFile(where.metrics)
-    step, saved, warned = done, done, False
+    step, saved, warnings = done, done, [noise_warning, reward_warning]
     try:
         while True:
             code = job.exit_code  # before reading, so that its last lines are read
             for step, numbers in metrics.new():
                 stats = step_stats(config, step, numbers)
                 tracker.step(stats)
-                if not warned and (warning := noise_warning(config, stats)) is not None:
-                    tracker.say(warning)
-                    warned = True
+                for find in list(warnings):
+                    if (warning := find(config, stats)) is not None:
+                        tracker.say(warning)
+                        warnings.remove(find)  # each is said once
                 last = time.monotonic()
             answers.look(step)
             for evaluation in answers.finished(wait=code is not None):

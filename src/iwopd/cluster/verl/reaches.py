@@ -242,6 +242,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
     },
     "trainer/ppo/v1/replay_buffer.py": {"no materializable trajectories": "all rollouts of a step failed (watch.py)"},
     "trainer/ppo/v1/trainer_base.py": {
+        'tag["min_global_steps"]': "the version of the weights that answered (sync.py)",
+        '"reward_extra_info"': "where verdicts travel (reward.py)",
         'marked_timer("step"': _TIMER,
         'marked_timer("gen"': _TIMER,
         'marked_timer("old_log_prob"': _TIMER,
