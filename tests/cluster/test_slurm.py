@@ -77,7 +77,7 @@ def test_a_job_that_slurm_stops_goes_on_when_it_is_submitted_again(tmp_path: Pat
         with submit(tmp_path, nodes, 1) as job:
             job.wait_for(lambda: (run / "checkpoints" / "step-000001").is_dir(), SECONDS)
             os.kill(shell_of(job), signal.SIGTERM)
-            assert job.finish(300) == 143, job.text()[-3000:]
+            assert job.finish() == 143, job.text()[-3000:]
             assert "stopped by SIGTERM after step" in job.text()
             assert nothing_left(job)
         first = len(steps(run))

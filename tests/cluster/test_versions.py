@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import PATIENCE
+
 OLDER = "0.9.0"
 CHANGED = {
     "verl.trainer.distillation.losses.compute_topk_loss",
@@ -31,7 +33,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that holds verl 0.9.0, without what it depends on."""
     folder = tmp_path_factory.mktemp("verl")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run([*command, "--target", folder, f"verl=={OLDER}"], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([*command, "--target", folder, f"verl=={OLDER}"], capture_output=True, text=True, timeout=PATIENCE)
     if done.returncode:
         pytest.skip(f"verl {OLDER} could not be installed: {done.stderr.strip().splitlines()[-1]}")
     return folder
@@ -40,7 +42,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(older: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Python with that verl before the installed one."""
     place = {**os.environ, "PYTHONPATH": os.pathsep.join([str(older), *filter(None, sys.path)])}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600, env=place)
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=PATIENCE, env=place)
 
 
 def test_the_differences_are_named(older: Path) -> None:

@@ -6,13 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from waiting import PATIENCE
+
 UPSTREAM = Path(__file__).parents[2] / "docs" / "upstream"
 
 
 def test_ragged_rollout_is_weights() -> None:
     """When this fails with exit code 0, the fault is mended: `pad_rollout_weights` and the description can go."""
     command = [sys.executable, UPSTREAM / "rollout_is_weights.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1, done.stdout + done.stderr
     shown = [line for line in done.stdout.splitlines() if "rollout_is_weights" in line]
     assert len(shown) == 2

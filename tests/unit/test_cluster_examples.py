@@ -19,6 +19,7 @@ import yaml  # type: ignore[import-untyped]
 
 from iwopd import cli
 from iwopd.cluster.verl.reaches import VERL
+from waiting import PATIENCE
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 JOB: dict[str, Any] = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text())
@@ -67,7 +68,7 @@ def unknown(value: Any, fields: Any, place: str = "") -> list[str]:
 
 def test_the_script_is_clean() -> None:
     linter = Path(sys.executable).parent / "shellcheck"
-    done = subprocess.run([linter, EXAMPLES / "slurm.sh"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([linter, EXAMPLES / "slurm.sh"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout
     assert os.access(EXAMPLES / "slurm.sh", os.X_OK)
 

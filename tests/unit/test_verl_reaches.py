@@ -19,6 +19,7 @@ from iwopd.cluster.verl.compatibility import Source, differences, flat, installe
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.translate import places, translate
 from iwopd.config import Config, make_config
+from waiting import PATIENCE
 
 SOURCE = Path(__file__).parents[2] / "src" / "iwopd"
 BASE: dict[str, Any] = {
@@ -172,7 +173,7 @@ def test_the_refusal_says_what_differs(other: Path, monkeypatch: pytest.MonkeyPa
 def test_as_a_command(other: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "iwopd.cluster.verl.compatibility", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
     done = run(str(other.parent))
     assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stdout + done.stderr

@@ -19,6 +19,7 @@ from iwopd.data.fields import DataError
 from iwopd.eval.checkers import CHECKERS
 from iwopd.eval.task import Verdict
 from iwopd.types import Prompt
+from waiting import PATIENCE
 
 PROMPT = Prompt("p1", (3, 4), answer="42", begun="<think>", metadata={"messages": [{"role": "user", "content": "?"}], "n": 1})
 NEVER = threading.Event()
@@ -30,7 +31,7 @@ def strange(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
     if "raise" in text:
         raise RuntimeError("the disk is full")
     if "hang" in text:
-        NEVER.wait(600)
+        NEVER.wait(PATIENCE)
     return [
         Verdict("timeout", 0.0, detail="too slow", judged=False) if "slow" in text else Verdict("correct", 0.5, prompt.answer)
     ]

@@ -2,17 +2,13 @@
 
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import yaml  # type: ignore[import-untyped]
 
 from iwopd.algo.advantages import ADVANTAGES
 from iwopd.algo.objectives import OBJECTIVES, Divergence, PolicyGradient
@@ -467,10 +463,6 @@ def test_prompts_that_verl_cannot_have_are_refused(tmp_path: Path) -> None:
 DOCS = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", DOCS, flags=re.DOTALL)
-
-
 @pytest.mark.parametrize(("dtype", "gathered"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")])
 def test_trained_weights_have_float32_shards(dtype: str, gathered: str) -> None:
     config = make_config({**BASE, "models": {**BASE["models"], "dtype": dtype}})
@@ -482,16 +474,3 @@ def test_trained_weights_have_float32_shards(dtype: str, gathered: str) -> None:
 
 def test_the_documentation_has_the_table() -> None:
     assert table() in DOCS, "docs/cluster.md is behind: see fields.table()"
-
-
-def test_the_examples_of_the_documentation_can_be_read() -> None:
-    (script,) = _blocks("bash")
-    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    (job,) = (yaml.safe_load(text) for text in _blocks("yaml"))
-    assert job["kind"] == "RayJob"
-    for text in (script, job["spec"]["entrypoint"]):
-        words = shlex.split(text.partition("iwopd train")[2].partition("&")[0])
-        given = dict(pairwise(words))
-        assert (given["--engine"], given["--nodes"], given["--gpus-per-node"]) == ("verl", "4", "8")
-        settings_named = {word.removeprefix("--").replace("-", "_") for word in words if "." in word and word.startswith("--")}
-        assert settings_named <= set(FIELDS)

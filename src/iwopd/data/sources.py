@@ -81,8 +81,8 @@ class Release:
         try:
             with urllib.request.urlopen(self.url, timeout=60) as response, draft.open("wb") as file:
                 _copy(gzip.GzipFile(fileobj=response) if self.url.endswith(".gz") else response, file)
-                if response.length:  # of what was announced
-                    raise EOFError(f"it breaks off, {response.length} bytes are missing")
+                if missing := getattr(response, "length", None):  # of what was announced; a local file announces nothing
+                    raise EOFError(f"it breaks off, {missing} bytes are missing")
             check_file(draft, self.sha256, self.url)
             draft.replace(path)
         except (OSError, EOFError, zlib.error, HTTPException) as error:
