@@ -45,6 +45,9 @@ class Job:
             MARK: self.mark,
             "RAY_TMPDIR": str(self.ray_folder),
             "RAY_AUTH_MODE": "disabled",  # else a token would have to travel from `ray start` to the jobs
+            "RAY_raylet_start_wait_time_s": "600",  # busy computers take longer than Ray's 30 s
+            "RAY_agent_register_timeout_ms": "600000",
+            "RAY_memory_monitor_refresh_ms": "0",  # else it kills workers for the memory that other programs have
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             **(variables or {}),
         }

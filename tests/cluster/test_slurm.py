@@ -42,9 +42,6 @@ def submit(folder: Path, nodes: list[Machine], number: int, **settings: str) -> 
         "RAY_AUTH_MODE": "token",
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "RAY_prestart_worker_first_driver": "0",
-        "RAY_raylet_start_wait_time_s": "600",  # busy computers take longer than Ray's 30 s
-        "RAY_agent_register_timeout_ms": "600000",
-        "RAY_memory_monitor_refresh_ms": "0",  # else it kills workers for the memory that other programs have
         "VENV": str(Path(sys.prefix)),
         "RUN": str(folder / "run"),
         "RECIPE": str(folder / "recipe.toml"),
