@@ -58,9 +58,7 @@ overrides = ["trainer.rollout_data_dir={folder}"]
 """Every worker of the student has a rollout replica; one teacher. The learning rate moves the student within a few steps."""
 
 IW_OPD = 'weights = "cumulative-share"\n[method.params]\ngamma = 0.5'
-FORWARD_KL = (
-    'objective = "divergence"\ndivergence = "forward-kl"\nsupport = "top-k"\nsupport_of = "teacher"\nk = 4\nweights = "uniform"'
-)
+FORWARD_KL = 'objective = "divergence"\ndivergence = "forward-kl"\nsupport = "top-k"\nk = 4\nweights = "linear-decay"'
 
 
 def train(folder: Path, *, workers: int, method: str) -> Job:

@@ -1,10 +1,11 @@
-"""Recipes through launcher, Ray, vLLM's replicas for student and teacher, FSDP2 workers and weight sync, on tiny models and CPU."""
+"""Recipes through launcher, Ray, verl's vLLM replicas of student and teacher, FSDP2 workers and weight sync, on a CPU."""
 
 from __future__ import annotations
 
 import math
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def folder(job: str, request: pytest.FixtureRequest) -> Path:
 
 @JOBS
 def test_correction_stays_at_one(folder: Path) -> None:
-    """vLLM's log-probs of what it wrote are the trainer's, step by step: the learning rate moves them by far more."""
+    """In every step vLLM's log-probs of what it wrote are the trainer's; an update moves them by far more."""
     metrics = steps(folder / "run")
     assert [step["step"] for step in metrics] == [1, 2, 3]
     for step in metrics:
@@ -44,22 +45,19 @@ def test_vllm_holds_the_trainers_weights_bit_by_bit(folder: Path, job: str) -> N
     for replica in range(2 if job == "iw_opd" else 1):
         held = held_by_vllm(folder / "synced", replica)
         assert len(held) == 1 + STEPS
-        trained = [
-            open_world("clean").student,
-            *(folder / "run" / "checkpoints" / f"step-{n:06d}" / "model" for n in (1, 2, 3)),
-        ]
-        for there, path in zip(held, trained, strict=True):
+        saved = [folder / "run" / "checkpoints" / f"step-{step:06d}" / "model" for step in range(1, 1 + STEPS)]
+        for there, path in zip(held, [open_world("clean").student, *saved], strict=True):
             here = load_file(path / "model.safetensors")
             assert there.keys() == here.keys()
             for name, values in here.items():
                 assert torch.equal(there[name], values.float()), (path, name)
-        for before, after in zip(held, held[1:], strict=False):
+        for before, after in pairwise(held):
             assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
 
 
 @JOBS
 def test_the_local_learner_arrives_at_the_same_weights(folder: Path) -> None:
-    """On the answers that vLLM wrote: teacher scores, weights, loss, update and optimizer of three steps are those of this package."""
+    """On the answers that vLLM wrote: teacher scores, weights, losses and updates of the steps are those of this package."""
     metrics = steps(folder / "run")
     local: Followed = follow(folder)
     print(f"losses {[step['loss'] for step in metrics]} and {local.losses}; relative {local.apart / local.moved:.1e}")

@@ -1,7 +1,7 @@
-"""Asks verl's vLLM replicas of some models for answers and for scores of given ids: `python -m verl_vllm_testing.replicas FOLDER`.
+"""Asks verl's vLLM replicas for answers and for scores of given ids: `python -m verl_vllm_testing.replicas FOLDER`.
 
-`FOLDER/questions.json` has `models` (paths), `prompts` (ids, for each model), `max_tokens` and `k`. `FOLDER/answers.json` gets a
-list for each model with, for each prompt, the answer's `ids` and `logprobs`, and of prompt and answer together what verl's
+`FOLDER/questions.json` has `models` (paths), `prompts` (ids, for each model), `max_tokens` and `k`. `FOLDER/answers.json` gets
+a list for each model with, for each prompt, the answer's `ids` and `logprobs`, and of prompt and answer together what verl's
 teacher is asked for: `scores` (of the ids) and `likeliest` (the k likeliest ids with their log-probs at every place).
 """
 

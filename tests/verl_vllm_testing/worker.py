@@ -36,9 +36,8 @@ def _widen_heads() -> None:
 
     def wide_forward(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any) -> torch.Tensor:
         own, room = self.own_head_size, self.head_size - self.own_head_size
-        wide = (
-            torch.nn.functional.pad(entries.unflatten(-1, (-1, own)), (0, room)).flatten(1) for entries in (query, key, value)
-        )
+        heads = (entries.unflatten(-1, (-1, own)) for entries in (query, key, value))
+        wide = (torch.nn.functional.pad(entries, (0, room)).flatten(1) for entries in heads)
         output: torch.Tensor = forward(self, *wide, *args)
         return output.unflatten(-1, (-1, self.head_size))[..., :own].flatten(1)
 
