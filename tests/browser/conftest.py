@@ -55,11 +55,16 @@ def browser() -> Iterator[Any]:
 
 
 class Opened:
-    """A page from disk, with everything that it should not have done."""
+    """A page from disk, with everything that it should not have done.
 
-    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
+    `own_clock`: its timers follow `page.clock`, so that a test can let minutes pass without waiting for them.
+    """
+
+    def __init__(self, browser: Any, path: Path, *, own_clock: bool = False, **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
         self.page = self.context.new_page()
+        if own_clock:
+            self.page.clock.install()
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -310,18 +309,20 @@ def test_damaged_runs_say_what_is_missing(open_page: Any, tmp_path: Path) -> Non
 
 def test_live_page_loads_itself_again(two_runs: Path, open_page: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=10, planned=20)
-    path = write_report([run], tmp_path / "report.html", refresh=4)
-    opened = open_page(path)
+    path = write_report([run], tmp_path / "report.html", refresh=600)
+    opened = open_page(path, own_clock=True)
     assert "10 of 20" in opened.page.locator("#missing").inner_text()
     choose(opened.page, "sort", "late")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics(11, Random(0))) + "\n")
-    write_report([run], path, refresh=4)
+    write_report([run], path, refresh=600)
+    opened.page.clock.fast_forward(601_000)
     opened.page.get_by_text("11 of 20").first.wait_for(timeout=60_000)
-    assert opened.page.locator("#t-sort").input_value() == "late"  # what the reader chose is still chosen
+    opened.page.wait_for_function("() => document.getElementById('t-sort').value === 'late'")  # the reader's choice, restored
     opened.page.locator("#live-toggle").click()
     opened.page.evaluate("window.stays = true")
-    time.sleep(4.5)
+    opened.page.clock.fast_forward(1_900_000)
+    opened.page.wait_for_timeout(500)  # a page that loads itself again has begun to
     assert opened.page.evaluate("window.stays") is True
     assert opened.complaints == []
 
@@ -372,9 +373,21 @@ def test_a_probe_alone_on_a_small_screen(open_page: Any, tmp_path: Path) -> None
     opened.check_quiet()
 
 
+def milliseconds_to_load(open_page: Any, path: Path) -> tuple[float, Any]:
+    """The shortest of three loads (other work on the machine slows some down), with the last page."""
+    times = []
+    for _ in range(3):
+        opened = open_page(path)
+        opened.page.locator("#t-tokens .t").last.wait_for(state="attached")
+        opened.page.locator("#plot-accuracy-0 .main-svg").first.wait_for(state="attached")
+        times.append(opened.page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
+    return min(times), opened
+
+
 @pytest.mark.slow
 def test_a_large_run_opens_quickly(open_page: Any, tmp_path: Path) -> None:
-    """1,000 steps and 500 rollouts of 2,000 tokens: below 20 MB, open in less than 3 seconds."""
+    """1,000 steps and 500 rollouts of 2,000 tokens: below 20 MB, open in less than ten times the time of a small run."""
+    small, _ = milliseconds_to_load(open_page, write_report([make_run(tmp_path / "small", steps=10)], tmp_path / "small.html"))
     run = make_run(tmp_path / "large", "iw-opd", steps=1000, rollouts=0)
     noise = Random(0)
     few = [rollout(0, place, noise, 2000) for place in range(10)]
@@ -385,21 +398,13 @@ def test_a_large_run_opens_quickly(open_page: Any, tmp_path: Path) -> None:
         for place in range(500):
             record = dict(few[place % 10], step=2 * place, prompt_id=f"p{place}")
             file.write(json.dumps(record) + "\n")
-    began = time.perf_counter()
     path = write_report([run], tmp_path / "report.html")
-    made = time.perf_counter() - began
-    times = []
-    for _ in range(3):  # other work on the machine slows some down
-        opened = open_page(path)
-        opened.page.locator("#t-tokens .t").nth(1999).wait_for(state="attached")
-        opened.page.locator("#plot-accuracy-0 .main-svg").first.wait_for(state="attached")
-        loaded = opened.page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
-        times.append((loaded, opened.page.evaluate("performance.now()")))
-    loaded, ready = min(times)
+    large, opened = milliseconds_to_load(open_page, path)
     size = path.stat().st_size
-    print(f"made in {made:.1f} s, {size / 1e6:.1f} MB, loaded after {loaded:.0f} ms, token view ready after {ready:.0f} ms")
+    print(f"{size / 1e6:.1f} MB, loaded after {large:.0f} ms; the small one after {small:.0f} ms")
     assert size < 20_000_000
-    assert loaded < 3000
+    assert large < 10 * small
+    assert opened.page.locator("#t-tokens .t").count() == 2000
     assert opened.page.locator("#t-list .item").count() == 500
     assert opened.page.locator("#missing").count() == 0
     opened.check_quiet()
