@@ -43,6 +43,10 @@ def environment() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB a replica, the least
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each replica takes the same cores for itself
         "VLLM_NO_USAGE_STATS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # also with enforce_eager vLLM's sampler compiles functions, in minutes
+        # Seconds for a start on a busy machine.
+        "VLLM_ENGINE_READY_TIMEOUT_S": "1800",
+        "RAY_worker_register_timeout_seconds": "600",
         **({SYNCED: os.environ[SYNCED]} if SYNCED in os.environ else {}),
     }
 
