@@ -30,7 +30,7 @@ from vllm_support import IDS, save_model
 
 STEPS = 3
 
-RUN_SECONDS = 1500
+RUN_SECONDS = 3600
 """For a job of three steps: three to five minutes on two free cores, more on busy ones."""
 
 RECIPE = """

@@ -27,7 +27,9 @@ SMALL: dict[str, Any] = {
     "enable_sleep_mode": False,  # vLLM refuses it without a GPU
     "max_num_seqs": 32,
     "max_num_batched_tokens": 1024,
-    "engine_kwargs": {"vllm": {"worker_extension_cls": f"{__name__}.worker.WorkerExtension"}},
+    "engine_kwargs": {
+        "vllm": {"worker_extension_cls": f"{__name__}.worker.WorkerExtension", "kv_cache_memory_bytes": 64 << 20},
+    },
 }
 """What an engine of verl's is told on a CPU."""
 
@@ -40,7 +42,6 @@ def environment() -> dict[str, str]:
         STAND_IN: __name__,
         "VERL_USE_EXTERNAL_MODULES": f"{__name__}.installed",
         "PYTHONPATH": os.pathsep.join([str(METADATA), inherited["PYTHONPATH"]]),
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB a replica, the least
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each replica takes the same cores for itself
         "VLLM_NO_USAGE_STATS": "1",
         "TORCHDYNAMO_DISABLE": "1",  # also with enforce_eager vLLM's sampler compiles functions, in minutes
