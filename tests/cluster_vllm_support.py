@@ -46,6 +46,7 @@ eager = true
 lr = 0.0003
 [checkpoint]
 every = 1
+keep = {steps}
 [tracking]
 console = "off"
 [cluster]

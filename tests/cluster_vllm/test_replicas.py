@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from iwopd.teacher.local import LocalScorer
 from iwopd.types import Prompt, Rollout
 
-TOLERANCE = 1e-5
+TOLERANCE = 1e-4
 Asked = tuple[dict[str, Any], list[list[dict[str, Any]]]]
 MODELS = pytest.mark.parametrize("number", [0, 1], ids=["world", "padded-vocabulary"])
 

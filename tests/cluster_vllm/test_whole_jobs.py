@@ -64,7 +64,7 @@ def test_the_local_learner_arrives_at_the_same_weights(folder: Path) -> None:
     assert [step["tokens"] for step in metrics] == local.tokens
     assert [step["loss"] for step in metrics] == pytest.approx(local.losses, rel=1e-4)
     assert local.moved > 0.01
-    assert local.apart / local.moved < 1e-2
+    assert local.apart / local.moved < 1e-3  # 1e-4 was seen
 
 
 def test_weights_are_in_their_range(iw_opd: Path) -> None:
