@@ -8,6 +8,7 @@
 # make lint    ruff and mypy
 # make test-vllm   tests against the real vLLM, in an environment of its own, .venv-vllm/ (3.5 GB)
 # make test-cluster   more whole jobs on verl than `make test` runs (Ray, servers, two workers; no GPU), and what happens when parts of them die
+# make test-cluster-vllm   whole jobs on verl with its own vLLM replicas (vLLM 0.24 for CPUs), in an environment of its own, .venv-cluster-vllm/ (7 GB)
 # make bench   benchmarks (half an hour; prints the tables of docs/performance.md and docs/evaluation.md)
 # make docs    the documentation site in build/docs/site/, strict: a broken link or a missing name ends it
 # make demo    the demonstration
@@ -21,8 +22,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+CLUSTER_VLLM_VENV  := .venv-cluster-vllm
+CLUSTER_VLLM_STAMP := $(CLUSTER_VLLM_VENV)/.installed
 
-.PHONY: setup test check test-real test-gpu test-vllm test-cluster lint format bench docs demo dist try-versions clean
+.PHONY: setup test check test-real test-gpu test-vllm test-cluster test-cluster-vllm lint format bench docs demo dist try-versions clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -73,6 +76,17 @@ test-vllm: $(VLLM_STAMP)
 test-cluster: setup
 	@$(BIN)/python -m pytest -c tests/cluster/pytest.ini tests/cluster
 
+# --no-deps for the same reason. torch 2.11 is PyPI's build with CUDA, which runs on a CPU, too.
+$(CLUSTER_VLLM_STAMP): pyproject.toml constraints-cluster-vllm.txt
+	@echo "test-cluster-vllm: environment in $(CLUSTER_VLLM_VENV)/ with $$($(PYTHON) --version) (7 GB, several minutes)"
+	@test -x $(CLUSTER_VLLM_VENV)/bin/python || $(PYTHON) -m venv $(CLUSTER_VLLM_VENV)
+	@$(CLUSTER_VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-cluster-vllm.txt || { echo "make test-cluster-vllm: pip failed, its words are above. What is installed already stays. Try again with: make test-cluster-vllm"; exit 1; }
+	@$(CLUSTER_VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $(CLUSTER_VLLM_STAMP)
+
+test-cluster-vllm: $(CLUSTER_VLLM_STAMP)
+	@$(CLUSTER_VLLM_VENV)/bin/python -m pytest -c tests/cluster_vllm/pytest.ini tests/cluster_vllm
+
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "make lint: run 'make format'"; exit 1; }
@@ -116,4 +130,4 @@ try-versions: setup
 	@$(BIN)/python tools/try_versions.py $(TRY)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(CLUSTER_VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
