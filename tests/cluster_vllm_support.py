@@ -103,7 +103,7 @@ def held_by_vllm(folder: Path, replica: int) -> list[dict[str, Tensor]]:
     }
 
     def unpacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, values in weights.items():
             layer = name.split(".")[-2]
             if layer in packed:
