@@ -13,6 +13,8 @@
 # make docs    the documentation site in build/docs/site/, strict: a broken link or a missing name ends it
 # make demo    the demonstration
 # make dist    wheel and source distribution in dist/, checked as the package index does
+# make try-versions TRY='--python python3.13'   the wheel in a new environment of another Python, with the newest versions of what it
+#              needs, or with the oldest that it allows (TRY='--python python3.12 --lowest'); several GB where torch brings CUDA
 
 PYTHON ?= python3
 VENV   := .venv
@@ -23,7 +25,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 CLUSTER_VLLM_VENV  := .venv-cluster-vllm
 CLUSTER_VLLM_STAMP := $(CLUSTER_VLLM_VENV)/.installed
 
-.PHONY: setup test check test-real test-gpu test-vllm test-cluster test-cluster-vllm lint format bench docs demo dist clean
+.PHONY: setup test check test-real test-gpu test-vllm test-cluster test-cluster-vllm lint format bench docs demo dist try-versions clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -104,6 +106,7 @@ bench: setup
 	@$(BIN)/python bench/code_check.py
 	@$(BIN)/python bench/overlap.py
 	@$(BIN)/python bench/plan.py
+	@$(BIN)/python bench/stragglers.py
 	@$(BIN)/python bench/wire.py
 	@$(BIN)/python bench/long.py
 	@$(BIN)/python bench/horizon.py
@@ -122,6 +125,9 @@ dist: setup
 	@$(BIN)/python -m build --no-isolation --outdir dist .
 	@$(BIN)/python -m twine check --strict dist/*
 	@$(BIN)/python -m check_wheel_contents dist/*.whl
+
+try-versions: setup
+	@$(BIN)/python tools/try_versions.py $(TRY)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(CLUSTER_VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from iwopd.analysis.probe.intervals import over_batches
+from iwopd.analysis.prediction import over_pairs
 from iwopd.analysis.probe.result import Estimate
 from iwopd.config import Config, make_config
 from iwopd.data.chat import Chat, encode
@@ -292,9 +292,9 @@ def summary(plan: Plan) -> dict[str, Any]:
     }
     methods = {}
     for method, found in curves.items():
-        means = {step: _three(over_batches([curve[step] for curve in found.values()])) for step in steps if found}
+        means = {step: _three(over_pairs([curve[step] for curve in found.values()])) for step in steps if found}
         both = [seed for seed in found if seed in curves["opd"]]
-        against = {step: _three(over_batches([found[one][step] - curves["opd"][one][step] for one in both])) for step in steps}
+        against = {step: _three(over_pairs([found[one][step] - curves["opd"][one][step] for one in both])) for step in steps}
         methods[method] = {"by_seed": found, "mean": means, "minus_opd": against if both and method != "opd" else {}}
     settings = {name: value for name, value in vars(plan).items() if name != "out"}
     return {"unit": UNIT, "settings": settings, "teacher": teachers, "methods": methods}

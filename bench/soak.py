@@ -9,9 +9,11 @@ behind a proxy. Every minute one fault, for some seconds: a server is killed and
 is slow, drops connections or answers rubbish; the trainer is killed (SIGKILL); the file system of the run is full until the
 trainer has met it (a small tmpfs; only as root). All kinds come in an order drawn by seed, then all again (`soak_schedule.py`).
 A trainer that ends is resumed, and the next fault waits until it has saved a step: faults that come faster than a trainer
-starts would stop the run for good. When the time is over it is asked to stop, and a run without faults takes as many steps.
+starts would stop the run for good. When the time is over and every kind has come it is asked to stop, and a run without faults
+takes as many steps.
 Both must have the same weights, every step must be in the log once, no process and no temporary file left, and a trainer that
-was not killed must have ended in words. Memory of every process is sampled; the slope is that of the longest-lived one.
+was not killed must have ended in words. Memory of every process is sampled; the slope is that of the longest-lived one, in the
+second half of its life: on a busy machine it loads for minutes.
 
 During the disturbed run the proxies hold every piece back for a moment (`--delay`): servers that are far away, and fewer steps
 to repeat.
@@ -47,7 +49,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = 8
 SAMPLED_SECONDS = 5.0
 WARM_UP = 60.0
-"""Seconds of a process's life that its slope leaves out."""
+"""Seconds of a process's life that its slope leaves out, at least."""
 DISK_MB = 48
 MOST_RESUMES = 200
 FULL_SECONDS = 60.0
@@ -76,13 +78,15 @@ class Memory:
             longest = max(
                 (points for (other, _), points in self.samples.items() if other == role), key=lambda p: p[-1][0] - p[0][0]
             )
-            points = [(when - longest[0][0], size) for when, size in longest if when - longest[0][0] >= WARM_UP]
+            began, ended = longest[0][0], longest[-1][0]
+            points = [(when - began, size) for when, size in longest if when - began >= max(WARM_UP, (ended - began) / 2)]
             if len(points) < 3:
                 yield f"{role}: no process lived long enough for a slope"
                 continue
             mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
             over = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-            yield f"{role}: {3600 * over:+.1f} MB an hour over {points[-1][0] / 60:.0f} minutes, at {mean_y:.0f} MB"
+            minutes = (points[-1][0] - points[0][0]) / 60
+            yield f"{role}: {3600 * over:+.1f} MB an hour over its last {minutes:.0f} minutes, at {mean_y:.0f} MB"
 
 
 class Server:
@@ -220,7 +224,7 @@ def disturbed_run(options: argparse.Namespace, there: Stage, folder: Path, run: 
             raise SystemExit(f"given up at step {len(logged(run))} after {ended.total()} resumes: {last_words(folder)}")
         if now < due or newest(run) == found:
             pass
-        elif now > 60 * options.minutes:
+        elif now > 60 * options.minutes and not set(chosen) - set(faults):
             there.trainer.terminate()
             due = now + options.every
         else:

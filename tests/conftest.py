@@ -30,6 +30,7 @@ collect_ignore = [] if _vllm is not None and _vllm.origin else ["vllm"]
 """Tests against the real vLLM have an environment of their own: `make test-vllm`."""
 collect_ignore += ["cluster_vllm"]  # so have those of verl with vLLM: `make test-cluster-vllm`
 collect_ignore += ["cluster/test_before_the_split.py", "cluster/test_failures.py"]  # a quarter of an hour: `make test-cluster`
+collect_ignore += ["cluster/test_nodes.py", "cluster/test_stops.py"]
 
 
 LONGEST = (

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from waiting import PATIENCE
+
 
 def may_install() -> bool:
     """Only a machine that is thrown away, or whose owner asked, gets system packages: CI sets `CI`, others `IWOPD_APT=1`."""
@@ -30,7 +32,7 @@ def find(command: str, package: str) -> str | None:
             return found
         print(f"\ntests: installing the system package {package} (apt-get)", file=sys.__stderr__, flush=True)
         for words in (["update", "-q"], ["install", "-y", "-q", "--no-install-recommends", package]):
-            subprocess.run(["apt-get", *words], capture_output=True, check=False, timeout=600)
+            subprocess.run(["apt-get", *words], capture_output=True, check=False, timeout=PATIENCE)
         return shutil.which(command)
 
 

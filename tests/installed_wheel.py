@@ -21,6 +21,8 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from waiting import PATIENCE
+
 ROOT = Path(__file__).parents[1]
 
 GUARD = f"""
@@ -48,14 +50,14 @@ class Installed:
     folder: Path
     site: Path
 
-    def run(self, *words: str, code: int = 0, timeout: float = 1500) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, code: int = 0, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
         """`iwopd WORDS` in the folder."""
         done = self._start([str(self.python.parent / "iwopd"), *words], timeout)
         assert done.returncode == code, f"iwopd {' '.join(words)}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
-    def run_python(self, program: str, *words: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    def run_python(self, program: str, *words: str, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
         return self._start([str(self.python), "-c", program, *words], timeout)
 
     def _start(self, command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -67,7 +69,7 @@ class Installed:
 def build(out: Path) -> tuple[Path, Path]:
     """Wheel and sdist, as `make dist` makes them: the wheel from the sdist. Without a network."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return wheel, sdist
@@ -79,7 +81,7 @@ def install(wheel: Path, folder: Path) -> Installed:
     python = folder / "environment" / "bin" / "python"
     (site,) = (folder / "environment" / "lib").glob("python*/site-packages")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet", str(wheel)]
-    subprocess.run(pip, check=True, capture_output=True, text=True, timeout=600)
+    subprocess.run(pip, check=True, capture_output=True, text=True, timeout=PATIENCE)
     for one in closure(wheel_requirements(wheel)):
         _link(one, site)
     (site / "iwopd_guard.py").write_text(GUARD)

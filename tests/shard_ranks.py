@@ -37,6 +37,7 @@ from iwopd.train.run import run_training
 from iwopd.train.scoring import evidence_of, loss_columns
 from iwopd.types import Prompt, Rollout, ScoredRollout, TokenBatch
 from models import make_model
+from waiting import PATIENCE
 
 WORLDS = (1, 2, 4, 1)
 """How many processes train in each turn; the last one only goes on."""
@@ -215,7 +216,7 @@ def main(folder: Path) -> None:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(500)
+            process.join(PATIENCE)
         waiting = [process for process in processes if process.is_alive()]
         for process in waiting:
             process.kill()

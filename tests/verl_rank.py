@@ -23,6 +23,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.padding import response_from_nested, response_to_nested
 
+from iwopd.cluster.verl.adapter_shards import adapter_tensors
 from iwopd.cluster.verl.driver import check_driver
 from iwopd.cluster.verl.hook import before_the_split
 from iwopd.train.scoring import training_progress
@@ -39,16 +40,32 @@ def main(folder: Path) -> None:
         worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor", distillation_config=config.distillation)
         worker.init_model()
         reference = None
-        if config.actor_rollout_ref.actor.use_kl_loss:  # as verl's trainer decides
+        # As verl's trainer decides; with an adapter the actor without it is the reference.
+        if config.actor_rollout_ref.actor.use_kl_loss and not config.actor_rollout_ref.model.lora_rank:
             reference = ActorRolloutRefWorker(config.actor_rollout_ref, role="ref")
             reference.init_model()
         losses = [update(worker, reference, config, settings, rollouts, step) for step, rollouts in enumerate(job["steps"], 1)]
         weights = {key: value.full_tensor().clone() for key, value in worker.actor.engine.module.named_parameters()}
+        if config.actor_rollout_ref.model.lora_rank:
+            weights = adapter_of(worker, folder / f"{name}-checkpoint" / "actor")
         if dist.get_rank() == 0:
             save_file(weights, folder / f"{name}.safetensors")
             (folder / f"{name}.json").write_text(json.dumps(losses))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def adapter_of(worker: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """What the launcher reads of a checkpoint; the rollout servers would be sent the same, by the same names."""
+    worker.save_checkpoint(str(folder))
+    dist.barrier()
+    saved = adapter_tensors(folder)
+    sent, settings = worker.actor.engine.get_per_tensor_param(base_sync_done=True)
+    sent = dict(sent)
+    assert settings["r"] == worker.config.model.lora_rank
+    assert sent.keys() == saved.keys(), sent.keys() ^ saved.keys()
+    assert all(torch.equal(sent[name], values) for name, values in saved.items())
+    return saved
 
 
 def update(
@@ -64,9 +81,13 @@ def update(
     scorers = {"old_log_probs": worker.compute_log_prob}
     if reference is not None:
         scorers["ref_log_prob"] = reference.compute_ref_log_prob
+    elif config.actor_rollout_ref.actor.use_kl_loss:
+        scorers["ref_log_prob"] = worker.compute_log_prob
     for name, score in scorers.items():
         scoring = tu.index_select_tensor_dict(batch, mine)
         tu.assign_non_tensor(scoring, calculate_entropy=False, compute_loss=False, temperature=1.0)
+        if name == "ref_log_prob" and reference is None:
+            tu.assign_non_tensor(scoring, no_lora_adapter=True)
         own = response_from_nested(score(scoring)["log_probs"], scoring["response_mask"])
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, [row.tolist() for row in own.unbind()])

@@ -15,7 +15,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 
 from iwopd.cluster.verl import params
-from iwopd.config import Method
+from iwopd.config import Method, Reward
 from support import length_mask
 
 PROMPTS = (3, 1, 4, 2, 2, 5)
@@ -37,9 +37,9 @@ def loss_settings(config: Any) -> tuple[Any, Any]:
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor), omega_conf_to_dataclass(config.distillation)
 
 
-def method_config(method: Method, steps: int = 5) -> Any:
+def method_config(method: Method, steps: int = 5, reward: Reward | None = None) -> Any:
     """The tree of verl's settings for a method."""
-    return verl_config(*params.overrides(method, steps))
+    return verl_config(*params.overrides(method, steps, reward=reward))
 
 
 def scores(seed: int = 0) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PATIENCE = 1800.0
+PATIENCE = 900.0
 """Seconds for what takes seconds on a free machine; whoever waits longer waits in vain."""
 
 

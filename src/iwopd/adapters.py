@@ -24,17 +24,9 @@ PREFIX = "base_model.model."
 
 def add_adapter(model: Any, rank: int, alpha: float, targets: list[str]) -> None:
     """Freeze the model and add a LoRA adapter; its B matrices are 0, so the outputs do not change yet."""
-    peft = _peft()
     chosen: Any = targets[0] if targets == ["all-linear"] else targets
-    settings = peft.LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=chosen,
-        lora_dropout=0.0,  # the update must see the policy that sampled the rollouts
-        bias="none",
-        task_type="CAUSAL_LM",
-        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's layout
-    )
+    transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's layout
+    settings = adapter_settings(rank, alpha, chosen, transposed=transposed)
     try:
         model.add_adapter(settings)
     except ValueError as error:
@@ -51,6 +43,19 @@ def add_adapter(model: Any, rank: int, alpha: float, targets: list[str]) -> None
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()  # small, and Adam's steps would vanish in half precision
+
+
+def adapter_settings(rank: int, alpha: float, targets: list[str] | str, *, transposed: bool = False) -> Any:
+    """Settings of an adapter for peft, which it saves as adapter_config.json."""
+    return _peft().LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        lora_dropout=0.0,  # the update must see the policy that sampled the rollouts
+        bias="none",
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=transposed,
+    )
 
 
 def has_adapter(model: Any) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shlex
 import shutil
@@ -86,7 +85,7 @@ def run_demo(options: argparse.Namespace, engine: EngineChoice) -> int:
     _print_task(console, world)
     runs = _prepare(options, names, engine)
     folders = {key: run.folder for key, run in runs.items()}
-    torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
+    torch.set_num_threads(1)  # two wait for each other on a busy machine
     run_all(list(runs.values()), at_a_time=options.jobs, console=console)
     with ConsoleStages() as stages:
         stages.stage("the student before training answers", EVAL_PROMPTS)

@@ -14,6 +14,8 @@ QUIET_SECONDS = 2.0
 """Stages that take no longer than this say nothing without a terminal."""
 LINE_SECONDS = 5.0
 """Between two lines."""
+EARLY = 0.25
+"""Answers are written side by side: until this share of them is finished, their pace says nothing about the rest."""
 REDRAW_SECONDS = 0.1
 """Between two changes of a bar: whoever works may report every token."""
 
@@ -94,7 +96,9 @@ class ConsoleStages(StageListener):
         if now - self.said <= LINE_SECONDS or self.done >= self.total:
             return
         self.said, seconds = now, now - self.began
-        left = f"about {duration(seconds / self.fresh * (self.total - self.done))} left" if self.fresh else ""
+        waiting = self.total - self.done
+        told = self.fresh > 0 and (not self.tokens or self.fresh >= EARLY * (self.fresh + waiting))
+        left = f"about {duration(seconds / self.fresh * waiting)} left" if told else ""
         words = (f"{self.done}/{self.total}", rate(self.tokens, seconds), left or f"{duration(seconds)} so far")
         self._say(", ".join(word for word in words if word))
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import debian
+from waiting import PATIENCE
 
 FLAGS = (
     "--no-sandbox",
@@ -62,6 +63,7 @@ class Opened:
 
     def __init__(self, browser: Any, path: Path, *, own_clock: bool = False, **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        self.context.set_default_timeout(1000 * PATIENCE)
         self.page = self.context.new_page()
         if own_clock:
             self.page.clock.install()

@@ -317,7 +317,7 @@ def test_live_page_loads_itself_again(two_runs: Path, open_page: Any, tmp_path: 
         file.write(json.dumps(metrics(11, Random(0))) + "\n")
     write_report([run], path, refresh=600)
     opened.page.clock.fast_forward(601_000)
-    opened.page.get_by_text("11 of 20").first.wait_for(timeout=60_000)
+    opened.page.get_by_text("11 of 20").first.wait_for()
     opened.page.wait_for_function("() => document.getElementById('t-sort').value === 'late'")  # the reader's choice, restored
     opened.page.locator("#live-toggle").click()
     opened.page.evaluate("window.stays = true")

@@ -9,9 +9,6 @@ import pytest
 from cluster_support import train
 from iwopd.tiny import open_world
 
-RUN_SECONDS = 600
-"""For a job of a few steps: 100 s on two free cores, more on busy ones."""
-
 
 @pytest.fixture(scope="session")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -19,5 +16,5 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     open_world("clean")  # trains its models if they are not in the cache
     folder = tmp_path_factory.mktemp("whole")
     with train(folder, "run") as job:
-        assert job.finish(RUN_SECONDS) == 0, job.text()[-3000:]
+        assert job.finish() == 0, job.text()[-3000:]
     return folder / "run"

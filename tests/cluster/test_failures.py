@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster_support import Job, ray_cluster, steps, train
-
-START_SECONDS = 600
-END_SECONDS = 120
-"""How soon after a failure the command must be over: verl itself would wait for ever in some cases."""
+from cluster_support import Job, assert_same_steps, ray_cluster, steps, train
 
 
 def run_until_step(job: Job, run: Path, step: int) -> None:
-    job.wait_for(lambda: len(steps(run)) >= step, START_SECONDS)
+    job.wait_for(lambda: len(steps(run)) >= step)
 
 
 def test_a_killed_worker_and_resume(whole_run: Path, tmp_path: Path) -> None:
@@ -26,22 +22,14 @@ def test_a_killed_worker_and_resume(whole_run: Path, tmp_path: Path) -> None:
     with train(tmp_path, "run") as job:
         run_until_step(job, run, 2)
         job.kill("ray::WorkerDict", which=1)
-        assert job.finish(END_SECONDS) == 1
+        assert job.finish() == 1
         assert job.pids() == []  # nothing of Ray stays behind
         assert "--resume" in job.text()
     done = len(steps(run))
     assert done in (2, 3)  # the next step may have been under way
     with train(tmp_path, "run", "--resume") as job:
-        assert job.finish(START_SECONDS) == 0, job.text()[-3000:]
-    resumed, whole = steps(run), steps(whole_run)
-    assert [step["step"] for step in resumed] == [1, 2, 3, 4]
-    # Sampling noise is a function of step and prompt, so the same step on the same prompts has the same rollouts: equal numbers
-    # mean the right weights, the right optimizer state, the right step and the right place in the data.
-    for own, other in zip(resumed, whole, strict=True):
-        assert own["tokens"] == other["tokens"]
-        assert own["loss"] == pytest.approx(other["loss"], rel=1e-4)
-        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
-        assert own["correction/ratio_deviation"] < 1e-4
+        assert job.finish() == 0, job.text()[-3000:]
+    assert_same_steps(run, whole_run)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +49,7 @@ def test_a_dead_server(tmp_path: Path, title: str, words: str) -> None:
     with train(tmp_path, "run", steps=50) as job:
         run_until_step(job, run, 1)
         job.kill(title)
-        assert job.finish(END_SECONDS) in (1, 2)
+        assert job.finish() in (1, 2)
         assert job.pids() == []
         said = job.text().partition("iwopd: ")[2]
         assert re.search(words, said)
@@ -81,7 +69,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     script = 'mount -t tmpfs -o size=3m none "$0" && "$@"; code=$?; cp -r "$0" "$0-seen"; exit $code'
     wrapper = [unshare, *flags, "sh", "-c", script, str(small)]
     with train(tmp_path, "run", "--cluster.checkpoints", str(small), wrapper=wrapper) as job:
-        assert job.finish(START_SECONDS) == 1
+        assert job.finish() == 1
         assert "not enough room" in job.text()
     seen = tmp_path / "small-seen"
     latest = int((seen / "latest_checkpointed_iteration.txt").read_text())
@@ -93,7 +81,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 def test_a_cluster_that_is_too_small(tmp_path: Path) -> None:
     """Three GPUs are asked for, the Ray cluster has two: said with both numbers before anything is loaded."""
     with ray_cluster(tmp_path / "ray.log", gpus=2) as address, train(tmp_path, "run", "--ray-address", address) as job:
-        assert job.finish(START_SECONDS) == 2
+        assert job.finish() == 2
         assert "1 x 3 GPUs" in job.text()
         assert f"at {address} have 2" in job.text()
     assert not (tmp_path / "run" / "run.json").exists()

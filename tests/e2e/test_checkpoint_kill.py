@@ -28,6 +28,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from iwopd.train.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from waiting import PATIENCE
 
 KILLS = 30
 
@@ -316,7 +317,7 @@ def test_a_reader_beside_a_writer(home: Nursery, tmp_path: Path) -> None:
     child = home.begin("train_for_ever", str(tmp_path))
     start = time.monotonic()
     steps: list[int] = []
-    while time.monotonic() < start + 1.5 or (len(set(steps)) < 3 and time.monotonic() < start + 30):
+    while time.monotonic() < start + 1.5 or (len(set(steps)) < 3 and time.monotonic() < start + PATIENCE):
         found = store.latest()
         steps.append(0 if found is None else found.step)
     os.kill(child, signal.SIGKILL)

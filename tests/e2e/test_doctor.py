@@ -76,6 +76,14 @@ def test_a_healthy_recipe_passes_every_line(tmp_path: Path, capsys: pytest.Captu
     assert all(words in said for words in steps), said
 
 
+def test_what_only_the_models_show_is_a_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = save_pair(tmp_path) | {"method": {"objective": "divergence", "support": "top-k", "k": 5000}}
+    code, said = doctor(tmp_path, settings, capsys)
+    assert code == 1, said
+    assert re.search(r"^fail  models +method\.k is 5000, but the vocabulary has \d+ ids", said, re.MULTILINE), said
+    assert re.search(r"^\d+ passed, \d+ warnings, 1 failed \(nothing more could be looked at\)$", said, re.MULTILINE), said
+
+
 def test_frequencies_that_follow_the_batch_are_chosen_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A pair whose RoPE transformers chooses anew for every batch: every path of the run has the same one."""
     settings = save_pair(tmp_path, student="llama", teacher="llama")

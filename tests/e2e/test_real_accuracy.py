@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -104,16 +105,15 @@ def test_from_the_base_to_the_summary(bench: ModuleType, base: Path, tmp_path: P
 
 
 def test_the_summary_pairs_seeds(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    curves = {"opd": {0: {0: 10.0, 2: 20.0}, 1: {0: 10.0, 2: 40.0}}, "survival": {0: {0: 10.0, 2: 25.0}, 1: {0: 10.0, 2: 47.0}}}
+    reached = {"opd": (20.0, 40.0, 20.0, 40.0), "survival": (25.0, 47.0, 25.0, 47.0), "kl-gated": (30.0, 50.0)}
+    curves = {name: {seed: {0: 10.0, 2: value} for seed, value in enumerate(found)} for name, found in reached.items()}
     monkeypatch.setattr(bench, "_curves", lambda plan, method: curves.get(method, {}).items())
     result = bench.summary(plan(bench, tmp_path))
     assert "the seed" in result["unit"]
-    assert result["methods"]["survival"]["minus_opd"][2] == [
-        6.0,
-        pytest.approx(6 - 12.7062, abs=0.01),
-        pytest.approx(18.71, abs=0.01),
-    ]
+    half = 3.182446 * math.sqrt(4 / 3) / 2  # t of three degrees, of 5, 7, 5, 7
+    assert result["methods"]["survival"]["minus_opd"][2] == [6.0, *(pytest.approx(6 + x, abs=0.01) for x in (-half, half))]
+    assert result["methods"]["kl-gated"]["minus_opd"][2] == [10.0, None, None]  # two seeds are too few for an interval
     assert result["methods"]["iw-opd"]["mean"] == {}
     shown = bench.table(result)
-    assert "| Survival (ours) | 2 | 10.0 (10.0 to 10.0) | 36.0 " in shown
-    assert "+6.0 (-6.7 to +18.7) |" in shown
+    assert "| Survival (ours) | 4 | 10.0 (10.0 to 10.0) | 36.0 " in shown
+    assert "+6.0 (+4.2 to +7.8) |" in shown

@@ -26,6 +26,7 @@ from iwopd.train.state import TrainingStoppedError
 from iwopd.types import Prompt
 from models import save_pair
 from ranks import train_in_ranks
+from waiting import PATIENCE
 
 SHOWS_ANSWER = """
 from iwopd.eval.checkers import CHECKERS
@@ -123,7 +124,7 @@ def test_a_checker_that_hangs_costs_the_reward_of_what_it_hangs_on(
     def slow(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
         asked.append(prompts[0].id)
         if prompts[0].id == asked[0]:  # all four rollouts of one prompt
-            never.wait(120)
+            never.wait(PATIENCE)
         return [Verdict("correct", 1.0)]
 
     monkeypatch.setitem(CHECKERS._items, "slow", slow)

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import tomli_w
 
 from iwopd.cli import main
 from iwopd.config import make_config
+from iwopd.models import load_model
 from iwopd.runs.logs import RunError
 from iwopd.train import run as training
 from iwopd.train.doctor import DoctorError
 from iwopd.train.doctor.findings import Finding, failure
 from iwopd.train.run import run_training
 from models import save_pair
+from rollout_server import RolloutServer, serving
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -99,3 +102,78 @@ def test_a_run_of_the_same_name_that_came_first_is_left_alone(
         run_training(config, folder, doctor=False)
     assert (folder / "run.json").read_text() == "the other's"
     assert sorted(path.name for path in folder.iterdir()) == ["run.json"]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from iwopd.runs.owner import owned
+with owned(Path(sys.argv[1]), print):
+    print("held", flush=True)
+    time.sleep(3600)
+"""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[int]:
+    """Another process owns the folder."""
+    words = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command says that ends with exit code 2."""
+
+    def run(*words: str | Path) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        assert ended.value.code == 2
+        said = capfd.readouterr().err
+        assert "Traceback" not in said
+        return said
+
+    return run
+
+
+def test_an_evaluation_has_one_owner(tmp_path: Path, settings: dict[str, Any], refused: Callable[..., str]) -> None:
+    folder, words = tmp_path / "eval", ["--model", settings["models"]["student"], "--tasks", "tiny", "--limit", "2"]
+    with held(folder) as process:
+        said = refused("eval", *words, "--out", folder)
+    assert f"{folder} is in use by process {process} on {socket.gethostname()}" in said
+    assert [path.name for path in folder.iterdir()] == ["owner.lock"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["eval", *map(str, words), "--out", str(folder)])
+    assert sorted(path.name for path in folder.iterdir()) == ["eval.json", "samples-tiny.jsonl"]
+
+
+def test_a_probe_has_one_owner(tmp_path: Path, settings: dict[str, Any], refused: Callable[..., str]) -> None:
+    pair = [f"--{name}={settings['models'][name]}" for name in ("student", "teacher")]
+    with held(tmp_path / "probe.json.parts") as process:
+        said = refused(
+            "probe", *pair, "--prompts", settings["data"]["prompts"], "--max-tokens", "8", "-o", tmp_path / "probe.json"
+        )
+    assert f"is in use by process {process} on" in said
+    assert "name another result with -o" in said
+
+
+def test_two_runs_do_not_send_weights_through_one_folder(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Each would write rollouts with the other's weights."""
+    exchange = tmp_path / "weights"
+    with serving(RolloutServer(load_model(settings["models"]["student"]).eval())) as url:
+        engine = {"engine": {"server": {"url": url, "weights_folder": str(exchange)}}}
+        rollout = {"rollout": {**settings["rollout"], "engine": "server"}}
+        config = make_config({**settings, **engine, **rollout, "steps": 1})
+        with held(exchange) as process, pytest.raises(RunError) as error:
+            run_training(config, tmp_path / "run", doctor=False)
+        assert f"{exchange} is in use by process {process} on" in str(error.value)
+        assert "set engine.server.weights_folder to another one" in str(error.value)
+        assert not (tmp_path / "run").exists()
+        assert run_training(config, tmp_path / "run", doctor=False).step == 1
+        assert not (exchange / "owner.lock").exists()

@@ -103,6 +103,7 @@ def test_a_run_leaves_a_readable_directory(uninterrupted: Path) -> None:
     ]
     about = json.loads((uninterrupted / "run.json").read_text())
     assert about["format"] == 1
+    assert "models" not in about  # only those of an embedded world have weights that a name does not tell
 
 
 def test_the_kl_to_the_teacher_falls(pair: dict[str, Any], tmp_path: Path) -> None:

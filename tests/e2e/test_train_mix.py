@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,29 @@ def test_two_ranks_train_as_one(pair: dict[str, Any], tmp_path: Path) -> None:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
     for name, value in state(tmp_path / "two", 2).items():
         torch.testing.assert_close(value, state(tmp_path / "one", 2)[name], rtol=0, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("truncated", ["mask", "drop"])
+@pytest.mark.parametrize(
+    "method", [{}, {"objective": "divergence"}, {"weights": "survival"}], ids=["default", "kl", "survival"]
+)
+def test_a_step_whose_own_answers_were_all_cut_off_trains_on_those_of_others(
+    pair: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truncated: str, method: dict[str, Any]
+) -> None:
+    """Alone such a step ends the run."""
+    written = LocalSampler.write
+
+    def cut_off(self: LocalSampler, *given: Any, **more: Any) -> list[Rollout]:
+        return [replace(rollout, stop_reason="length") for rollout in written(self, *given, **more)]
+
+    monkeypatch.setattr(LocalSampler, "write", cut_off)
+    given = {"truncated": truncated}
+    records = train(mixed({**pair, "method": method}, HALF, steps=2, rollout=given), tmp_path / "run")
+    assert [record["rollout/truncated"] for record in records] == [1.0, 1.0]
+    assert all(record["mix/token_share"] == 1.0 for record in records)
+    assert all(record["grad_norm"] > 0 for record in records)
+    with pytest.raises(TrainingStoppedError, match="nothing is left to train on"):
+        train({**pair, "method": method, "rollout": {**pair["rollout"], **given}}, tmp_path / "alone")
 
 
 def test_answers_that_are_too_long_are_the_students(pair: dict[str, Any], tmp_path: Path) -> None:

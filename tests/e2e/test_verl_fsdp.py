@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import verl_testing
+from iwopd.adapters import adapter_tensors, add_adapter, has_adapter
 from iwopd.algo.views import Wanted
 from iwopd.cluster.verl.translate import places, translate
 from iwopd.config import Config, make_config
@@ -37,6 +38,10 @@ TESTS = Path(__file__).resolve().parents[1]
 STEPS, ROLLOUTS, RANKS = 3, 8, 2
 LIKELIEST = 4
 """Ids of the teacher, where it sends these."""
+PACKED, ADAPTER, HALF = "packed", "adapter", "bfloat16"
+TOLERANCE = {HALF: 0.2}
+"""Relative difference of the weights from those of a local learner in float32; else 1e-3. Seen: 0.08; 3e-5 and less."""
+LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]}
 METHODS: dict[str, dict[str, Any]] = {
     "iw-opd": {"weights": "cumulative-share", "params": {"gamma": 0.5}},
     "ideal": {"weights": "ideal", "params": {"alpha": 0.1}},
@@ -49,19 +54,26 @@ METHODS: dict[str, dict[str, Any]] = {
         "k": LIKELIEST,
         "weights": "linear-decay",
     },
+    PACKED: {"weights": "cumulative-share", "params": {"gamma": 0.5}},
+    ADAPTER: {"advantage": "exopd", "weights": "survival-share"},
+    HALF: {"weights": "cumulative-share", "params": {"gamma": 0.5}},
 }
 """In the worker's loss; before the split, because of the batch; or because of the denominator; with verl's reference worker;
-through verl's logits processor."""
+through verl's logits processor; without padding; an adapter, whose reference is the actor without it; in bfloat16 with gradient
+checkpointing, over float32 shards."""
 
 
 @pytest.mark.slow
 def test_two_ranks_of_verl_update_as_the_local_learner_does(tmp_path: Path) -> None:
     settings = save_pair(tmp_path)
-    configs = {name: config_of(settings, method) for name, method in METHODS.items()}
+    configs = {name: config_of(settings, method, name) for name, method in METHODS.items()}
+    started = load(tmp_path / "student")
+    add_adapter(started, **LORA)
+    started.save_pretrained(tmp_path / "lora")
     steps = given_rollouts(tmp_path)
     run_verl(tmp_path, configs, steps)
-    start = weights_of(load(tmp_path / "student"))
     for name, config in configs.items():
+        start = weights_of(load(tmp_path / "student"), tmp_path / "lora" if name == ADAPTER else None)
         expected, expected_losses = by_local_learner(config, steps)
         found = load_file(tmp_path / f"{name}.safetensors")
         losses = json.loads((tmp_path / f"{name}.json").read_text())
@@ -70,20 +82,26 @@ def test_two_ranks_of_verl_update_as_the_local_learner_does(tmp_path: Path) -> N
         apart = norm({key: found[key] - expected[key] for key in start})
         print(f"{name}: moved by {moved:.4f}, apart by {apart:.2e}, relative {apart / moved:.2e}")
         assert moved > 0.1
-        assert apart / moved < 1e-3  # 3e-5 and less were seen
+        tolerance = TOLERANCE.get(name, 1e-3)
+        assert apart / moved < tolerance
         assert len(losses) == STEPS
-        assert [sum(each) / len(each) for each in losses] == pytest.approx(expected_losses, rel=1e-3, abs=1e-5)
+        assert [sum(each) / len(each) for each in losses] == pytest.approx(expected_losses, rel=tolerance, abs=1e-5)
+        assert all(values.dtype == torch.float32 for values in found.values())
 
 
-def config_of(settings: dict[str, Any], method: dict[str, Any]) -> Config:
+def config_of(settings: dict[str, Any], method: dict[str, Any], name: str) -> Config:
+    adapter, half = name == ADAPTER, name == HALF
     return make_config(
         settings
         | {
             "steps": STEPS,
             "method": method,
+            "lora": LORA if adapter else {},
             "rollout": {"prompts_per_step": ROLLOUTS, "max_tokens": 24},
             "data": settings["data"] | {"max_prompt_tokens": 8},
-            "optim": {"lr": 3e-3, "ppo_epochs": 2, "token_budget": 48},  # 48: several micro-batches a rank
+            # An adapter begins at 0, and needs more to leave it; 48: several micro-batches a rank.
+            "optim": {"lr": 3e-2 if adapter else 3e-3, "ppo_epochs": 2, "token_budget": 48, "gradient_checkpointing": half},
+            "models": settings["models"] | ({"dtype": "bfloat16"} if half else {}),
             "cluster": {"nodes": 1, "gpus_per_node": RANKS + 1, "teacher_gpus": 1},
         }
     )
@@ -116,6 +134,10 @@ def given_rollouts(folder: Path) -> list[list[Rollout]]:
 def by_local_learner(config: Config, steps: list[list[Rollout]]) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after the steps, and the loss of each step."""
     student, teacher = load(config.models.student), load(config.models.teacher)
+    adapter = Path(str(config.models.student)).with_name("lora") if config.lora.rank else None
+    if adapter is not None:
+        add_adapter(student, **LORA)
+        load_adapter(student, adapter)
     reference = load(config.models.student) if config.method.made.needs_reference else None
     learner = Learner(ResponseModel(student), config.optim, config.method.made, Ranks())
     losses = []
@@ -134,7 +156,7 @@ def by_local_learner(config: Config, steps: list[list[Rollout]]) -> tuple[dict[s
         assert update.updates == config.optim.ppo_epochs
         assert update.stats.as_dict().get("ratio_max", 2.0) > 1.05  # a divergence has no ratios
         losses.append(update.loss)
-    return weights_of(student), losses
+    return weights_of(student, adapter), losses
 
 
 def run_verl(folder: Path, configs: dict[str, Config], steps: list[list[Rollout]]) -> None:
@@ -161,6 +183,8 @@ def run_verl(folder: Path, configs: dict[str, Config], steps: list[list[Rollout]
         name: [*translate(config, places(config, folder / "run")), *verl_testing.overrides(config), engine]
         for name, config in configs.items()
     }
+    overrides[PACKED].append("actor_rollout_ref.model.use_remove_padding=true")
+    overrides[ADAPTER].append(f"actor_rollout_ref.model.lora_adapter_path={folder / 'lora'}")  # its start is random else
     (folder / "job.json").write_text(json.dumps({"methods": overrides, "steps": given}))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -194,8 +218,18 @@ def load(folder: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
 
 
-def weights_of(model: Any) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+def weights_of(model: Any, adapter: Path | None = None) -> dict[str, Tensor]:
+    """All weights, or the adapter's by their names in a file: the model's own adapter, or that of the folder."""
+    if adapter is None:
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    found = adapter_tensors(model) if has_adapter(model) else load_file(adapter / "adapter_model.safetensors")
+    return {name: values.detach().clone() for name, values in found.items()}
+
+
+def load_adapter(model: Any, folder: Path) -> None:
+    with torch.no_grad():
+        for name, values in adapter_tensors(model).items():
+            values.copy_(load_file(folder / "adapter_model.safetensors")[name])
 
 
 def norm(tensors: dict[str, Tensor]) -> float:

@@ -95,7 +95,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--engine", "verl", "--gpus-per-node", "2"], "needs verl, which is not installed: pip install 'iwopd[verl]'"),
     (["--engine", "verl", "--gpus-per-node", "1", "--dry-run"], "student and teacher need one each"),
     (["--engine", "verl", "--dry-run", "--rollout.temperature", "0.7"], "rollout.temperature is 0.7: verl's teacher scores"),
-    (["--engine", "verl", "--dry-run", "--lora.rank", "8"], "lora.rank is 8"),
+    (["--engine", "verl", "--dry-run", "--lora.rank", "8", "--lora.alpha", "1.5"], "lora.alpha is 1.5"),
     (["--engine", "verl", "--dry-run", "--gpus-per-node", "7", "--cluster.teacher-gpus", "2"], "64 rollouts"),
     (["--engine", "verl", "--dry-run", "--ray-address", "http://head:8265"], "ray job submit --address http://head:8265"),
     (["--engine", "verl", "--dry-run", "--cluster.overrides", "['trainer.resume_mode=auto']"], "which the recipe decides"),

@@ -14,6 +14,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from installed_wheel import ROOT, Installed, build, install, wheel_requirements
+from waiting import PATIENCE
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SMALL = ["--rollout.prompts_per_step", "4", "--data.train_size", "16", "--eval.prompts", "8", "--threads", "1"]
@@ -32,7 +33,7 @@ def installed(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
 def test_the_archives_pass_the_checks_of_the_package_index(archives: tuple[Path, Path]) -> None:
     wheel, sdist = map(str, archives)
     for command in (["twine", "check", "--strict", wheel, sdist], ["check_wheel_contents", wheel]):
-        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

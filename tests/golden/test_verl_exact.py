@@ -16,7 +16,9 @@ from iwopd import algo
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import PolicyGradient
 from iwopd.algo.registry import WEIGHT_RULES, WeightRule
-from iwopd.config import Method
+from iwopd.algo.rewards import reward_advantages, spread_over_tokens
+from iwopd.config import Method, Reward
+from iwopd.train.checking import Judged
 from support import RULES
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # verl, Ray and their dependencies warn at import
@@ -97,20 +99,42 @@ def test_a_rule_gets_the_entropy_that_verls_trainer_measured(monkeypatch: pytest
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("values", [{}, {"weights": "prefix-only", "params": {"ratio": 0.5}}], ids=names)
-def test_a_task_reward_is_added_to_the_advantages_before_the_clip(values: dict[str, Any]) -> None:
+REWARDS = torch.tensor([1.0, 0.0, torch.nan, 1.0, 0.5, 0.0], dtype=torch.float64)
+"""Of the six rollouts; no verdict is not a wrong answer."""
+GROUPS = torch.tensor([4, 4, 4, 7, 7, 7])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"weights": "prefix-only", "params": {"ratio": 0.5}}, {"weights": "scope"}, {"advantage": "none"}],
+    ids=names,
+)
+@pytest.mark.parametrize("normalize", ["deviation", "mean"])
+def test_a_task_reward_is_added_to_the_advantages_before_the_clip(values: dict[str, Any], normalize: Any) -> None:
+    """By our own formula, over the rollouts of a prompt, before the batch is split: as the local engine does it."""
     from verl_support import scores
 
     given = scores()
-    of_rollouts = torch.tensor([1.0, -1.0, 0.5, 2.0, -2.0, 0.0], dtype=torch.float64)
-    reward = torch.where(given["mask"], of_rollouts[:, None], 0.0)
-    method = Method.model_validate(values)
+    method, reward = Method.model_validate(values), Reward(checker="exact", coefficient=0.7, normalize=normalize)
     loss, gradient = by_verl(method, given, 17, reward=reward)
-    expected, expected_gradient, _, _ = by_algo(method, given, reward)
-    without, _, _, _ = by_algo(method, given)
-    assert loss == pytest.approx(expected, rel=1e-6)
-    assert abs(loss - without) > 1e-2
+    added = reward_advantages(REWARDS, GROUPS, given["mask"], coefficient=0.7, normalize=normalize)
+    assert added[:2].any()
+    assert not added[2].any()  # no verdict
+    expected, expected_gradient, _, _ = by_algo(method, given, added)
+    assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
+    wrong = reward_advantages(REWARDS.nan_to_num(0), GROUPS, given["mask"], coefficient=0.7, normalize=normalize)
+    assert abs(loss - by_algo(method, given, wrong)[0]) > 1e-4
+
+
+def test_the_loss_without_the_column_refuses_a_reward() -> None:
+    from iwopd.cluster.verl.errors import VerlError
+    from iwopd.cluster.verl.losses import make_loss
+    from verl_support import loss_settings, method_config, scores, verl_batch
+
+    actor, distillation = loss_settings(method_config(Method(), reward=Reward(checker="exact")))
+    with pytest.raises(VerlError, match="no column of them: start the job with `iwopd train --engine verl`"):
+        make_loss("iwopd_uniform")(actor, distillation, {}, verl_batch(scores(), threshold=5.0, reference=False))
 
 
 def test_verls_own_sum_with_a_task_reward_is_another_loss() -> None:
@@ -193,19 +217,20 @@ def test_upstream_still_does_not_pad_the_rollout_correction() -> None:
 
 
 def by_verl(
-    method: Method, given: dict[str, Tensor], tokens: int, settings: Any = None, reward: Tensor | None = None
+    method: Method, given: dict[str, Tensor], tokens: int, settings: Any = None, reward: Reward | None = None
 ) -> tuple[float, Tensor]:
     """Loss, and gradient by the current log-probs, of verl's code: the sum over micro-batches, the mean over ranks."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
 
-    from iwopd.cluster.verl.hook import before_the_split
+    from iwopd.cluster.verl.hook import Verdicts, before_the_split
     from verl_support import loss_settings, method_config, micro_batches, model_output, verl_batch
 
-    actor, distillation = settings or loss_settings(method_config(method))
+    actor, distillation = settings or loss_settings(method_config(method, reward=reward))
     objective = method.made
     assert isinstance(objective, PolicyGradient)
     data = verl_batch(given, threshold=objective.correction_threshold, reference=objective.needs_reference)
-    columns, _ = before_the_split(data, distillation.distillation_loss.settings, PROGRESS, reward)
+    verdicts = None if reward is None else Verdicts([Judged(float(value)) for value in REWARDS], GROUPS)
+    columns, _ = before_the_split(data, distillation.distillation_loss.settings, PROGRESS, verdicts)
     assert bool(columns) == (objective.needs_whole_batch is not None or reward is not None)
     data.update(columns)
     current = given["current"].clone().requires_grad_()
@@ -230,6 +255,8 @@ def by_algo(
     assert isinstance(objective, PolicyGradient)
     reference = given["reference"] if objective.needs_reference else None
     more = {"student_entropy": given.get("entropy"), "reward_advantages": reward}
+    if reward is not None:
+        more |= {"correct": spread_over_tokens(REWARDS, mask).float(), "prompt": spread_over_tokens(GROUPS.float(), mask)}
     evidence = Evidence(given["teacher"], given["old"], mask, reference, PROGRESS, **more)
     signal = objective.signal(evidence)
     correction = algo.rollout_correction(given["old"], given["rollout"], mask, objective.correction_threshold)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import os
+import random
 import socket
 import threading
 import tracemalloc
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +21,9 @@ import pytest
 
 from iwopd.config import ConfigError, make_config
 from iwopd.config.engines import TeacherSource
-from iwopd.http_clients import hide_key, without_key
+from iwopd.data import sources
+from iwopd.data.sources import Release, SourceError
+from iwopd.http_clients import HIDDEN, GarbledError, hide_key, parse, without_key
 from iwopd.rollout.connection import MOST_BYTES, Connection, ServerError
 from iwopd.rollout.requests import Vocabulary, check_tokens
 from iwopd.rollout.restarts import Restarts
@@ -117,6 +122,37 @@ def test_an_answer_that_drips_does_not_outlive_the_timeout() -> None:
         Connection(url, request_timeout=0.3, patience=0.1).post("/v1/x", {})
 
 
+# --- files that are loaded --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (gzip.compress(bytes(2**20)), "has more than 0 MiB"),
+        (gzip.compress(random.Random(0).randbytes(4096))[:-9] + b"\0" * 9, "CRC check failed"),
+        (gzip.compress(b"a" * 999)[:15] + b"\xff" * 30, "invalid"),
+        (gzip.compress(b"a" * 999)[:-12], "ended before the end"),
+        (b"<html>", "Not a gzipped file"),
+    ],
+    ids=["too large", "damaged", "no deflate", "cut off", "something else"],
+)
+def test_a_release_that_cannot_be_unpacked_ends_in_words(
+    body: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sources, "MOST_BYTES", 2**19)
+    with saying(whole(body)) as url, pytest.raises(SourceError, match=words):
+        Release(f"{url}/Set.jsonl.gz").fetch()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("talk", [b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}", b"nonsense\r\n\r\n", b""])
+def test_a_release_that_breaks_off_ends_in_words(talk: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with saying(lambda connection: connection.sendall(talk)) as url, pytest.raises(SourceError, match="cannot get"):
+        Release(f"{url}/Set.jsonl").fetch()
+
+
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +185,25 @@ SPELLINGS = [
     "".join(f"\\u{ord(letter):04X}" for letter in KEY),
     "".join(f"%{ord(letter):02X}" for letter in KEY),
     "".join(f"&#{ord(letter)};" for letter in KEY),
+    "".join(f"\\x{ord(letter):02x}" for letter in KEY),
+    KEY.replace("+", "\\x2B").replace("/", "\\u{2f}"),
+    KEY.replace("+", "\\U0000002b").replace("/", "\\057"),
+    "".join(f"%2525{ord(letter):02x}" for letter in KEY),
+    KEY.replace("+", "&plus;").replace("/", "&amp;sol;").replace("-", "&#x2D;").replace('"', "&quot;"),
+    KEY.replace("/", "=2F").replace("+", "=2B"),
+    KEY.upper(),
+    "\0".join(KEY),
+    " ".join(KEY),
+    f"{KEY[:9]}\n{KEY[9:]}",
+    f"{KEY[:9]}\u200b{KEY[9:]}",
+    "".join(chr(ord(letter) + 0xFEE0) for letter in KEY),
+    KEY.encode().hex(),
+    KEY.encode().hex().upper(),
+    *(base64.b64encode(before + KEY.encode() + b"!").decode() for before in (b"", b"Bearer ", b"ab", b"u:")),
+    base64.urlsafe_b64encode(KEY.encode()).decode().rstrip("="),
+    f"{KEY[:-5]}...",
 ]
+"""As JSON, JavaScript, Python, URLs, HTML, mail, a terminal, logs or Basic authentication write it, and cut off."""
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +212,10 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_hidden(text: str) -> None:
+    packed = [base64.b64encode(before + KEY.encode())[4:-4].decode() for before in (b"", b"a", b"ab")]
+    for shown in (KEY, KEY.encode().hex(), *packed):
+        for start in range(len(shown) - 7):  # not even eight letters of it, in whatever script and however far apart
+            assert shown[start : start + 8].lower() not in _bare(text)
     tail = KEY[-7:]
     for spelling in (
         tail,
@@ -167,11 +225,19 @@ def assert_hidden(text: str) -> None:
         assert spelling.lower() not in text.lower()
 
 
+def _bare(text: str) -> str:
+    return "".join(unicodedata.normalize("NFKC", text).lower().replace("\u200b", "").split())
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_key_is_hidden_however_it_is_spelled(spelling: str) -> None:
+    assert HIDDEN in hide_key(f"no entry for {spelling}!", "SOME_KEY")
     assert_hidden(hide_key(f"no entry for {spelling}!", "SOME_KEY"))
-    if "%" not in spelling and "&" not in spelling:  # JSON has other ways
-        assert_hidden(without_key(spelling.encode(), {"Authorization": f"Bearer {KEY}"}).decode())
+    spelling = spelling.replace("\\", "") if "\0" in spelling else spelling  # the key's own and that of \\u0000 would be one
+    key = KEY.replace("\\", "") if "\0" in spelling else KEY
+    body = without_key(json.dumps({"error": spelling}).encode(), {"Authorization": f"Bearer {key}"})
+    assert HIDDEN in json.loads(body)["error"]
+    assert_hidden(json.loads(body)["error"])
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS[:6])
@@ -200,8 +266,41 @@ def test_no_error_of_any_client_shows_the_key(spelling: str) -> None:
             assert_hidden(str(streamed(url, "SOME_KEY")))
 
 
+@pytest.mark.parametrize(
+    "talk",
+    [
+        HEAD + f"Content-Encoding: {KEY}\r\nContent-Length: 2\r\n\r\n{{}}".encode(),
+        f"HTTP/1.1 200 OK\r\n{KEY}\r\nContent-Length: 2\r\n\r\n{{}}".encode(),
+        f"{KEY}\r\n\r\n".encode(),
+        HEAD + f"Content-Length: {KEY}\r\n\r\n".encode(),
+        HEAD + f"Transfer-Encoding: chunked\r\n\r\n{KEY}\r\n".encode(),
+    ],
+    ids=["encoding", "header", "status", "length", "chunk"],
+)
+def test_a_key_in_what_is_no_body_is_not_shown_either(talk: bytes) -> None:
+    said: list[str] = []
+    with saying(lambda connection: connection.sendall(talk)) as url:
+        settings = TeacherSource(urls=[url], api_key_env="SOME_KEY", patience=1.0, request_timeout=5.0)
+        scorer = ServerScorer(settings, notify=said.append)
+        for ask in (partial(scorer.ask, "/v1/models"), partial(Connection(url, "SOME_KEY", patience=0.1).post, "/v1/x", {})):
+            with pytest.raises((TeacherError, ServerError)) as refused:
+                ask()
+            assert_hidden(str(refused.value))
+        assert_hidden(str(streamed(url, "SOME_KEY")))
+    assert_hidden(" ".join(said))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "latin-1"])
+def test_json_in_another_encoding_is_not_read(encoding: str) -> None:
+    """It would carry words past whoever looks for a key, and no server of this kind sends it."""
+    with pytest.raises(GarbledError, match="not JSON"):
+        parse(json.dumps({"a": "é"}, ensure_ascii=False).encode(encoding))
+    assert parse(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+
+
 def test_hiding_a_key_takes_no_longer_than_reading() -> None:
-    for hostile in ("\\" * 2**17, KEY[:-1] * 2**13, "%73" * 2**15):
+    cut = "".join(f"{letter} " for letter in KEY[:8])
+    for hostile in ("\\" * 2**17, KEY[:-1] * 2**13, "%73" * 2**15, "%25" * 2**15, "s " * 2**16, cut * 2**13, "&amp;" * 2**15):
         hide_key(hostile, "SOME_KEY")  # would take hours if it were quadratic
         without_key(hostile.encode(), {"Authorization": f"Bearer {KEY}"})
 

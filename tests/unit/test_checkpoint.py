@@ -30,6 +30,7 @@ from transformers import (
 from iwopd.train import checkpoint, checkpoint_files
 from iwopd.train.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from iwopd.train.checkpoint_state import write_rng
+from waiting import PATIENCE
 
 VOCABULARY = 24
 SIZES: dict[str, Any] = {
@@ -702,14 +703,14 @@ def test_another_thread_does_not_clear_a_save_under_way(store: CheckpointStore, 
 
     def pause(draft: Path) -> None:
         started.set()
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE)
         write_rng(draft)
 
     monkeypatch.setattr(checkpoint, "write_rng", pause)
     thread = threading.Thread(target=save, args=(store, 2))
     thread.start()
     try:
-        assert started.wait(20)
+        assert started.wait(PATIENCE)
         assert newest(CheckpointStore(store.directory)).step == 1
         assert f".tmp-step-000002-{os.getpid()}" in names(store)
     finally:

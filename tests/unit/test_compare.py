@@ -218,6 +218,9 @@ def test_runs_that_only_look_alike_are_not_mixed(tmp_path: Path) -> None:
         compare(names((None, a), (None, b), (None, other)))
     with pytest.raises(ResultsError, match="are both OPD with seed 0"):
         compare(names((None, a), (None, twin), (None, other)))
+    mixed = write_run(tmp_path / "mixed", data, rollout={"mix": {"share": 0.5}})
+    with pytest.raises(ResultsError, match=r"both OPD with seed 0, and differ in rollout.mix.share; if"):
+        compare(names((None, a), (None, mixed)))
     with pytest.raises(ResultsError, match=r"all results belong to one group \(OPD\)"):
         compare(names((None, a)))
     named = compare(names(("x", a), ("x", b), (None, other)))

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from build_docs import FENCE, PAGES, with_site_links
+from example_records import unpacked
 from iwopd import cli
 from iwopd.commands.options import USERS_KEYS, parse_overrides
 from iwopd.config import settings
+from iwopd.report import write_report
 from reference_pages import API, reference_pages, subcommands
 
 ROOT = Path(__file__).parents[2]
@@ -190,3 +192,28 @@ def test_the_notebook_keeps_small_outputs_and_no_error() -> None:
     assert all(output.get("name") != "stderr" for cell in code for output in cell["outputs"])
     for place in ("/root/", "/tmp/", "site-packages"):
         assert place not in file.read_text(), "something of the machine on which it was run"
+
+
+def test_the_example_opens_with_its_finding(tmp_path: Path) -> None:
+    """It has the hand-off curve: without it a reader of five seconds sees who won, and not what position bias is."""
+    with unpacked() as demo:
+        text = write_report([demo], tmp_path / "report.html").read_text(encoding="utf-8")
+    (headline,) = re.findall(r"<h1>(.*?)</h1>", text)
+    assert re.fullmatch(r"The teacher’s accuracy falls from \d+\s% to \d+\s% along the student’s answer", headline)
+    assert '<p class="tile-label">Teacher</p>' in text
+
+
+def test_the_tour_has_the_numbers_of_the_recorded_demo() -> None:
+    tour = text_of(Path("docs/tour.md"))
+    with unpacked() as demo:
+        curve = json.loads((demo / "handoff.json").read_text())
+        for title, name in (("OPD", "opd"), ("IW-OPD", "iw-opd"), ("Prefix-30", "prefix-30"), ("Suffix-30", "suffix-30")):
+            records = map(json.loads, (demo / f"{name}-seed0" / "evals.jsonl").read_text().splitlines())
+            means = {record["step"]: f"{100 * record['mean']:.1f}" for record in records}
+            assert f"| {title} | {' | '.join(means[step] for step in (10, 20, 40))} |" in tour
+            assert f"before training the student has {means[0]} " in tour
+    shares = [f"{float(share):.0%}".replace("%", " %") for share in curve["fractions"]]
+    rights = [f"{one['mean']:.1f}" for one in curve["fractions"].values()]
+    assert f"| the student wrote | {' | '.join(shares)} | all |" in tour
+    assert f"| % right | {' | '.join(rights)} | {curve['student']['mean']:.1f} |" in tour
+    assert f"{curve['problems']} problems" in tour

@@ -12,7 +12,7 @@ from iwopd.train.doctor.findings import failure, passed, warning
 from iwopd.train.doctor.gpu import isolation
 from iwopd.train.doctor.gpu.isolation import Ended, run_alone, run_together
 from iwopd.train.doctor.gpu.wire import read_findings, write_findings
-from waiting import wait_until
+from waiting import PATIENCE, wait_until
 
 
 def python(code: str) -> list[str]:
@@ -40,7 +40,7 @@ def is_running(pid: int) -> bool:
     ],
 )
 def test_how_a_process_ends_is_said_in_words(code: str, how: str, words: str, tmp_path: Path) -> None:
-    ended = run_alone(python(code), {}, seconds=60, folder=tmp_path)
+    ended = run_alone(python(code), {}, seconds=PATIENCE, folder=tmp_path)
     assert ended.how == how
     assert words in ended.words
 
@@ -65,7 +65,7 @@ def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> N
 def test_if_one_of_several_fails_the_others_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "GRACE", 0.5)
     commands = [python("raise SystemExit(5)"), python("import time; time.sleep(600)")]
-    first, second = run_together(commands, [{}, {}], seconds=300, folder=tmp_path)
+    first, second = run_together(commands, [{}, {}], seconds=PATIENCE, folder=tmp_path)
     assert (first.code, second.code) == (5, None)
 
 
@@ -74,7 +74,7 @@ def test_each_has_its_own_variables_and_nobody_a_launchers(tmp_path: Path, monke
     monkeypatch.setenv("IWOPD_TEST", "shared")
     names = ("WORLD_SIZE", "IWOPD_TEST", "CUDA_VISIBLE_DEVICES")
     show = python(f"import os; print(*(os.environ.get(name) for name in {names}))")
-    ended = run_together([show, show], [{"CUDA_VISIBLE_DEVICES": place} for place in "01"], seconds=60, folder=tmp_path)
+    ended = run_together([show, show], [{"CUDA_VISIBLE_DEVICES": place} for place in "01"], seconds=PATIENCE, folder=tmp_path)
     assert [one.output.strip() for one in ended] == ["None shared 0", "None shared 1"]
     assert os.environ["WORLD_SIZE"] == "8"
 

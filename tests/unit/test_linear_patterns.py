@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import iwopd
 from iwopd.data.thinking import strip_thinking
@@ -20,6 +21,9 @@ from iwopd.eval.fences import defines, extract_code
 from iwopd.http_clients import _spellings
 from iwopd.report.text import printable
 from iwopd.tiny.task import check
+from iwopd.train.thinking import ThinkingTokens
+from iwopd.types import Prompt, Rollout
+from models import byte_tokenizer
 
 SOURCE = Path(iwopd.__file__).parent
 LENGTH = 200_000
@@ -164,6 +168,22 @@ def test_every_pattern_is_linear(pattern: re.Pattern[str], methods: set[str]) ->
             "sub": lambda text: pattern.sub("", text),
         }.get(method) or getattr(pattern, method)
         _feed(work, pattern.pattern)
+
+
+@pytest.mark.parametrize("word", ["<think></think>", "<think>a</think>b", "<think>", "</think>", "a"])
+def test_finding_the_tokens_of_thinking_is_linear(word: str) -> None:
+    """Blocks without end in one answer, a token for each letter."""
+    find = ThinkingTokens(byte_tokenizer())
+    ids = {piece[0]: number for number, piece in find._bytes.items() if len(piece) == 1}
+    answers = {}
+    for length in (LENGTH // 1000, LENGTH):
+        text = (word * (length // len(word))).encode()
+        answers[text.decode()] = Rollout(
+            Prompt("p", (3,)), torch.tensor([ids[one] for one in text]), torch.zeros(len(text)), "length"
+        )
+    for answer, rollout in answers.items():
+        _within_a_second(lambda text: find.mask(answers[text]), answer)
+        assert int((~find.mask(rollout)).sum()) == len(strip_thinking(answer))
 
 
 @pytest.mark.parametrize(

@@ -5,33 +5,37 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
 
 from iwopd.algo.ranking import ranks, spearman
+from iwopd.analysis.advice import advise
 from iwopd.analysis.prediction import (
     FAMILIES,
     KEYS,
     SAMPLED,
     WHOLE,
     Chooser,
-    advise,
     choosers,
+    first_batches,
     gate_record,
     method_of,
     method_section,
+    over_pairs,
     pairs_of,
     rank_agreement,
     regret,
     regrets,
     split_half,
 )
+from iwopd.analysis.probe.result import Estimate
 from iwopd.analysis.reproduce.prediction import (
     PROBES,
     PredictionError,
     prediction_section,
+    probe_world,
     read_probes,
     reproduce_prediction,
     unprobed,
@@ -121,13 +125,15 @@ def test_runs_are_known_by_their_settings() -> None:
 
 
 def test_rank_correlation_by_pair_world_and_over_all() -> None:
-    runs = trained("a", 0, 10, 20, 30) + trained("a", 1, 10, 20, 30) + trained("b", 0, 30, 20, 10)
-    probes = [probed("a", 0, 0.1, 0.2, 0.3), probed("a", 1, 0.3, 0.2, 0.1), probed("b", 0, 0.3, 0.1, 0.2)]
+    runs = [one for place in (("a", 0), ("a", 1), ("b", 0), ("b", 1)) for one in trained(*place, 10, 20, 30)]
+    probes = [probed("a", 0, 0.1, 0.2, 0.3), probed("a", 1, 0.3, 0.2, 0.1), probed("b", 0, 0.1, 0.3, 0.2)]
+    probes.append(probed("b", 1, 0.1, 0.3, 0.2))
     found = rank_agreement(pairs_of(runs, probes), SAMPLES, 40)
-    assert {place: pytest.approx(rho) for place, rho in found.by_pair.items()} == {("a", 0): 1, ("a", 1): -1, ("b", 0): 0.5}
-    assert found.overall.mean == pytest.approx(1 / 6)
-    spread = math.sqrt(((1 - 1 / 6) ** 2 + (1 + 1 / 6) ** 2 + (0.5 - 1 / 6) ** 2) / 2)
-    assert found.overall.high == pytest.approx(1 / 6 + 4.302653 * spread / math.sqrt(3), rel=1e-5)  # t of two degrees
+    wanted = {("a", 0): 1, ("a", 1): -1, ("b", 0): 0.5, ("b", 1): 0.5}
+    assert {place: pytest.approx(rho) for place, rho in found.by_pair.items()} == wanted
+    assert found.overall.mean == pytest.approx(1 / 4)
+    spread = math.sqrt((0.75**2 + 1.25**2 + 2 * 0.25**2) / 3)
+    assert found.overall.high == pytest.approx(1 / 4 + 3.182446 * spread / math.sqrt(4), rel=1e-5)  # t of three degrees
     assert found.by_world["a"].mean == pytest.approx(0)
     assert found.by_world["b"].low is None
 
@@ -241,10 +247,10 @@ def test_records_are_read_and_only_what_is_missing_is_probed(tmp_path: Path, mon
     (tmp_path / "runs-w.jsonl").write_text("".join(json.dumps(one) + "\n" for one in runs))
     (tmp_path / PROBES).write_text(json.dumps(probes[0]) + "\n")
     (tmp_path / "probes.jsonl").write_text(json.dumps({"world": "w", "lineage": 1, "alignment": {"rules": {}}}) + "\n")
-    assert unprobed(runs, read_probes(tmp_path)) == [("w", 1)]
+    assert unprobed(runs, read_probes(tmp_path)) == [("w", 1, "null")]
     asked = []
 
-    def probe_world(world: str, lineage: int) -> dict[str, Any]:
+    def probe_world(world: str, lineage: int, models: str) -> dict[str, Any]:
         asked.append((world, lineage))
         return probes[1]
 
@@ -255,6 +261,54 @@ def test_records_are_read_and_only_what_is_missing_is_probed(tmp_path: Path, mon
     reproduce_prediction(tmp_path, quiet)
     reproduce_prediction(tmp_path, quiet)
     assert asked == [("w", 1)]
+
+
+def test_a_probe_belongs_to_the_models_that_were_trained() -> None:
+    """A lineage has other weights on another kind of processor."""
+    here, elsewhere = {"student": "a", "teacher": "b"}, {"student": "a", "teacher": "c"}
+    runs = [{**one, "models": here} for one in trained("w", 0, 1.0, 2.0, 3.0)]
+    probe = probed("w", 0, 0.1, 0.2, 0.3)
+    for other in (elsewhere, None):
+        strange = {**probe, "models": other}
+        assert pairs_of(runs, [strange]) == []
+        assert unprobed(runs, [strange]) == [("w", 0, json.dumps(here))]
+    assert len(pairs_of(runs, [{**probe, "models": elsewhere}, {**probe, "models": here}])) == 1
+
+
+def test_a_run_tells_of_the_pair_before_its_first_update() -> None:
+    """Without a probe: the agreement of its first batch, under uniform weights and whole distributions."""
+    runs = trained("w", 0, 10.0, 11.0, 30.0) + trained("w", 1, 30.0, 20.0, 10.0)
+    seen = {0: [-0.3, 0.9], 1: [0.4, -0.9]}
+    runs += [run("w", lineage, TITLES["kl"], 20.0, agreement=values) for lineage, values in seen.items()]
+    runs += [run("w", 0, TITLES["kl-survival"], 25.0, agreement=[0.8]), run("w", 2, TITLES["kl"], 5.0, agreement=[None])]
+    assert [(one["lineage"], one["agreement"]) for one in first_batches(runs)] == [(0, -0.3), (1, 0.4)]
+    assert [one["agreement"] for one in first_batches(runs, 2)] == [pytest.approx(0.3), pytest.approx(-0.25)]
+    assert first_batches(runs, 3) == []
+    section = prediction_section(runs, [])
+    assert section.numbers["pairs"] == 2
+    assert section.words[1].startswith("2 of them have no probe")
+    found = regrets(pairs_of(runs, first_batches(runs)), Chooser("", "agreement", 0.1), SAMPLES, 40)
+    assert found[0].by_pair == {("w", 0): 0.0, ("w", 1): 0.0}
+    probe = probed("w", 0, 0.1, 0.2, 0.3, agreement=0.5)  # a probe counts more
+    assert "1 of them have no probe" in prediction_section(runs, [probe]).words[1]
+
+
+def test_intervals_take_four_pairs() -> None:
+    assert over_pairs([1.0, 2.0, 3.0]) == Estimate(mean=2.0)
+    assert over_pairs([]) == Estimate(mean=None)
+    four = over_pairs([0.0, 0.0, 0.0, 4.0], least=0.0)
+    assert (four.mean, four.low) == (1.0, 0.0)
+    assert four.high is not None
+
+
+@pytest.mark.parametrize(("models", "why"), [("null", "do not name their models"), ('{"student": "a"}', "began from other")])
+def test_only_the_models_of_the_runs_are_probed(models: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Opened:
+        weights: ClassVar = {"student": "b", "teacher": "c"}
+
+    monkeypatch.setattr("iwopd.tiny.open_world", lambda recipe, progress: Opened())
+    with pytest.raises(PredictionError, match=rf"the runs of world clean, lineage 0 {why}.*--results"):
+        probe_world("clean", 0, models)
 
 
 def test_the_command_prints_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +325,7 @@ def test_the_command_prints_the_tables(tmp_path: Path, capsys: pytest.CaptureFix
 
     out, _ = said("--results", str(tmp_path), "--markdown", str(page), "--json")
     assert json.loads(out)["prediction"]["numbers"]["sampled"]["regret"]["always OPD"]["mean"] == 20
-    assert "| largest cosine | 20.0 (20.0 to 20.0) | 8 |" in page.read_text()
+    assert "| largest cosine | 20.0 (20.0 to 20.0) | 20.0 | 8 |" in page.read_text()
     assert "name their folder with --results" in said("--results", str(tmp_path / "none"), code=2)[1]
     assert "ask for p1 in another call" in said("p1", "--results", str(tmp_path), code=2)[1]
 
@@ -293,6 +347,10 @@ def test_advice() -> None:
         "(-0.40 to +0.20), below 0.1; its interval leaves it open"
         in advise({"agreement": -0.1, "agreement_interval": [-0.4, 0.2]}).words
     )
+    unsure = advise({"agreement": 0.3, "agreement_interval": [-0.1, 0.7]})
+    assert unsure.method == "survival"  # wrong advice costs more the other way
+    assert "at least 0.1; its interval leaves it open" in unsure.words
+    assert advise({"agreement": 0.3, "agreement_interval": [0.2, 0.4]}).method == "opd"
     assert advise({"agreement": 0.0}, DISTRIBUTIONS).method == "kl-survival"
     assert advise({"agreement": 0.5}, DISTRIBUTIONS).method == "kl"
     with pytest.raises(ValueError, match="no agreement"):

@@ -6,11 +6,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from iwopd.analysis.probe.inputs import Material, Pair
 from iwopd.analysis.probe.kept import Kept, identity_of, rollouts_as_json, rollouts_from_json
 from iwopd.analysis.probe.settings import ProbeSettings
+from iwopd.runs.owner import owned, owner_of
 from iwopd.types import Prompt, Rollout
 from models import make_model
 
@@ -73,3 +75,33 @@ def test_rollouts_come_back_as_they_were() -> None:
         assert torch.equal(after.rollout_logprobs, before.rollout_logprobs)
         assert after.rollout_logprobs.dtype == before.rollout_logprobs.dtype
         assert (after.stop_reason, after.sample) == (before.stop_reason, before.sample)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe\n", b"{}\n", b"[1, 2]\n", b'["a"]\n', b'["a", "b"]\n', b'["a", 1' + b"0" * 400 + b"]\n", b"[" * 9999 + b"\n"],
+)
+def test_damaged_lines_are_measured_again(line: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept(tmp_path / "parts", "a")
+    kept.numbers["0/opd"] = 0.1
+    file = tmp_path / "parts" / "numbers.jsonl"
+    file.write_bytes(line + file.read_bytes())
+    assert dict(Kept(tmp_path / "parts", "a").numbers) == {"0/opd": 0.1}
+    assert "1 damaged lines are left out" in caplog.text
+    assert file.read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[]", b'{"sha256": "0", "value": [1]}', b'[{"prompt": 3}]', b"[" * 9999])
+def test_a_damaged_part_is_measured_again(content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept(tmp_path / "parts", "a")
+    kept.write("rollouts", [{"ids": [1]}])
+    (tmp_path / "parts" / "rollouts.json").write_bytes(content)
+    assert Kept(tmp_path / "parts", "a").read("rollouts") is None
+    assert "rollouts.json is damaged" in caplog.text
+
+
+def test_a_folder_is_emptied_around_its_owner(tmp_path: Path) -> None:
+    with owned(tmp_path / "parts", print):
+        Kept(tmp_path / "parts", "a").write("rollouts", [1])
+        assert Kept(tmp_path / "parts", "b").read("rollouts") is None
+        assert owner_of(tmp_path / "parts") is not None

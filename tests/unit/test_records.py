@@ -21,7 +21,7 @@ from iwopd.config import config_toml, make_config
 from iwopd.runs.directory import RunDirectory
 from iwopd.runs.identity import run_key
 
-PROBLEMS = 8
+PROBLEMS, UNTRAINED = 8, 2
 
 
 def write_run(runs: Runs, variant: Variant, right: int) -> None:
@@ -34,7 +34,7 @@ def write_run(runs: Runs, variant: Variant, right: int) -> None:
             written = {"rollouts": 64, "rollout/length_mean": 10.5}
             run.append("metrics.jsonl", {"step": step, "kl/sampled": 1.23456 / step, **laps, **written})
         for step in range(0, runs.steps + 1, 10):
-            scores = [[float(place < right)] for place in range(PROBLEMS)]
+            scores = [[float(place < (right if step else UNTRAINED))] for place in range(PROBLEMS)]
             ids = [str(place) for place in range(PROBLEMS)]
             run.append("evals.jsonl", {"step": step, "task": "tiny", "mean": 0.0, "problem_ids": ids, "scores": scores})
 
@@ -67,7 +67,7 @@ def test_what_is_kept_of_a_run(runs: Runs) -> None:
         "title": "IW-OPD, optim.lr 0.0002",
         "settings": record["settings"],
         "problems": PROBLEMS,
-        "accuracy": {"0": 37.5, "10": 37.5, "20": 37.5},
+        "accuracy": {"0": 25.0, "10": 37.5, "20": 37.5},
         "tokens": {"10": 6720, "20": 13440},
         "seconds": {"rollout": 10.0, "teacher": 5.0, "signal": 0.0, "update": 20.0},
     }
@@ -128,6 +128,57 @@ def test_damage_and_contradictions_are_refused(tmp_path: Path) -> None:
         file.read()
 
 
+def begun(title: str, lineage: int = 0, **more: Any) -> dict[str, Any]:
+    same = {"world": "clean", "lineage": lineage, "seed": 0, "problems": 500, "settings": {"method.weights": title}}
+    return {"key": f"{title}-{lineage}", "title": title, **same, "accuracy": {"0": 25.0, "40": 60.0}, "kl": [1.9, 1.8], **more}
+
+
+DIGESTS = {"student": "aa", "teacher": "bb"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        ({"models": DIGESTS}, {"models": {**DIGESTS, "teacher": "cc"}}, "teacher weights bb .* and cc"),
+        ({"models": DIGESTS}, {"models": {**DIGESTS, "student": "cc"}}, "student weights aa .* and cc"),
+        ({"models": DIGESTS}, {"accuracy": {"0": 25.2, "40": 60.0}}, "untrained accuracy 25 % .* and 25.2 %"),
+        ({}, {"kl": [1.91, 1.8]}, "KL of the first step 1.9 .* and 1.91"),
+        ({}, {"settings": {"optim.lr": 1.0}, "kl": [1.91, 1.8]}, "KL of the first step"),
+    ],
+)
+def test_results_of_other_models_are_not_mixed(one: Any, other: Any, why: str, tmp_path: Path) -> None:
+    file = Records(tmp_path / "runs-clean.jsonl")
+    file.add([begun("OPD", **one)])
+    with pytest.raises(RecordError, match=rf"clean lineage 0 began from different models: {why}.*--results"):
+        file.add([begun("Survival", **other)])
+    assert list(file.read()) == ["OPD-0"]
+    lines = [begun("OPD", **one), begun("Survival", **other)]
+    file.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RecordError, match="began from different models"):
+        file.read()
+
+
+SAME: list[dict[str, Any]] = [
+    {"models": DIGESTS},
+    {"lineage": 1, "accuracy": {"0": 3.0}, "kl": [9.0]},
+    {"settings": {"rollout.horizon.type": "fixed"}, "kl": [9.0]},
+    {"settings": {"models.teacher_size": "weak"}, "kl": [9.0], "models": {**DIGESTS, "teacher": "cc"}},
+    {
+        "settings": {"models.student_size": "small"},
+        "accuracy": {"0": 3.0},
+        "kl": [9.0],
+        "models": {**DIGESTS, "student": "c"},
+    },
+    {"seed": 1, "accuracy": {"0": 24.8}, "kl": [9.0]},
+]
+
+
+@pytest.mark.parametrize("other", SAME)
+def test_results_of_the_same_models_are(other: Any, tmp_path: Path) -> None:
+    file = Records(tmp_path / "runs-clean.jsonl")
+    assert file.add([begun("OPD", models=DIGESTS), begun("Survival", **other)]) == 2
+
+
 def test_folders_are_collected_and_tables_need_none(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(runs, OPD, 3)
     write_run(replace(runs, lineages=(0,)), IW_OPD, 4)
@@ -179,6 +230,7 @@ def test_only_what_is_missing_is_made_and_recorded_at_once(
 
     opened: list[Any] = []
     monkeypatch.setattr("iwopd.tiny.open_world", lambda recipe, **_: opened.append(recipe))
+    monkeypatch.setattr("iwopd.tiny.World.weights", DIGESTS)
     monkeypatch.setattr("iwopd.train.many._start", start)
     design = ["--lineages", 2, "--seeds", 1, "--first-seed", 3, "--steps", 20, "--problems", PROBLEMS, "--jobs", 1]
     assert call("p5", *design, "--results", results, "--out", runs.root) == 0
@@ -189,6 +241,11 @@ def test_only_what_is_missing_is_made_and_recorded_at_once(
     assert call("p5", *design, "--results", results, "--out", tmp_path / "new") == 0
     assert len(made) == 2  # a fresh clone trains nothing
     assert len(opened) == 2
+    file = Records(tmp_path / "other" / "runs-clean.jsonl")
+    file.add([{**one, "models": {**DIGESTS, "teacher": "cc"}} for one in records.values() if one["title"] != "IW-OPD"])
+    assert call("p5", *design, "--results", file.path.parent, "--out", tmp_path / "new") == 2
+    assert "and the models here: clean lineage 0 began from different models: teacher weights cc" in capsys.readouterr().err
+    assert len(made) == 2  # refused before anything is trained
 
 
 def test_folders_that_are_no_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,9 @@ from iwopd.models import ModelError, ModelSource, load_configs, load_tokenizer
 from iwopd.runs.directory import RunDirectory
 from iwopd.runs.logs import RunError
 from iwopd.tiny import build_tokenizer
+from iwopd.train.doctor import examine_recipe
 from iwopd.train.doctor.findings import DoctorError, failure, refuse, warning
+from models import save_pair
 
 RECIPES = Path(__file__).parents[2] / "src" / "iwopd" / "recipes"
 PAPER = next(RECIPES.glob("paper/qwen3-0.6b-from-qwen3-30b-a3b*-iw-opd-math.toml"))
@@ -95,6 +98,8 @@ BAD: list[tuple[str, str]] = [
     ("train pair.toml --method.weights survival --method.params '{tau = true}'", "tau must be a number, got True"),
     ("train pair.toml --rollout.horizon.type fixed --rollout.horizon.tokens x", "tokens: must be a whole number"),
     ("train pair.toml --models.student", "--models.student needs a value"),
+    ("train tiny/opd --device cuda", "iwopd: tiny/opd: unknown setting 'device'; training takes the accelerator"),
+    ("train tiny/opd --every 3", "did you mean 'eval.every' or 'checkpoint.every'?"),
     ("train pair.toml --models.student '' --models.teacher ''", "give models.world, or both"),
     ("train world.toml --models.world cleen", "did you mean 'clean'?"),
     ("train pair.toml --models.student ./models/studnt", "there is no such folder (did you mean models/student?)"),
@@ -149,6 +154,23 @@ def test_bad_input_is_answered_in_a_sentence(
     assert sorted(place.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train world.toml --out ''",
+        "demo --out ' '",
+        "eval --model m --tasks tiny --out ''",
+        "report run -o ''",
+        "export run ''",
+    ],
+)
+def test_an_empty_name_is_not_the_folder_one_is_in(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(shlex.split(line))
+    assert ended.value.code == 2
+    assert "the name is empty: name a file or folder" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_here() -> None:
     with pytest.raises(DeviceError, match=r"--device is 'cuda', but torch .* finds no such device here: use cpu"):
@@ -201,6 +223,17 @@ def test_a_refusal_shows_the_warning_that_explains_it() -> None:
         refuse([failure("files", "no such folder", "correct it")])
     assert "--no-doctor" not in str(refused.value)
     refuse(found[:1])
+
+
+@pytest.mark.parametrize(("more", "extra"), [({}, "lora"), ({"quantize": "4bit"}, "qlora")])
+def test_a_missing_extra_is_answered_with_one_command(
+    more: dict[str, str], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("peft", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    config = make_config({**save_pair(tmp_path), "lora": {"rank": 2, **more}})
+    said = "\n".join(finding.text() for finding in examine_recipe(config, tmp_path / "run", static=True))
+    assert re.findall(r"pip install '(.*?)'", said) == [f"iwopd[{extra}]"]
 
 
 def test_settings_can_be_emptied() -> None:

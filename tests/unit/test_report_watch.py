@@ -11,8 +11,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from browser.report_runs import evaluation, make_run, metrics
+from iwopd.report.page import write_report
 from iwopd.report.watch import all_finished, stamps, watch
 from waiting import PATIENCE, wait_until
 
@@ -60,6 +64,23 @@ def test_ctrl_c_leaves_a_page_that_stays_as_it_is(tmp_path: Path) -> None:
     assert process.wait(PATIENCE) == 130
     assert 'http-equiv="refresh"' not in out.read_text(encoding="utf-8")
     assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_ctrl_c_right_after_the_first_page_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = make_run(tmp_path / "run", steps=10, planned=20), tmp_path / "report.html"
+    refreshed: list[float | None] = []
+
+    def write_and_interrupt(*places: Any, refresh: float | None, **options: Any) -> None:
+        write_report(*places, refresh=refresh, **options)
+        refreshed.append(refresh)
+        if len(refreshed) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("iwopd.report.watch.write_report", write_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        watch([run], out, every=0.2)
+    assert refreshed == [0.2, None]
+    assert 'http-equiv="refresh"' not in out.read_text(encoding="utf-8")
 
 
 def test_stamps_change_with_the_logs(tmp_path: Path) -> None:

@@ -276,6 +276,7 @@ def test_only_some_rows_are_trained(
 ) -> None:
     started: list[str] = []
     monkeypatch.setattr("iwopd.tiny.open_world", lambda *a, **k: None)
+    monkeypatch.setattr("iwopd.tiny.World.weights", {"student": "a", "teacher": "b"})
     monkeypatch.setattr(
         "iwopd.analysis.reproduce.command.run_all", lambda planned, **_: started.extend(one.title for one in planned)
     )

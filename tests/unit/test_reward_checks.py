@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import threading
@@ -218,6 +219,23 @@ def test_a_checker_that_cannot_work_is_refused_before_anything_is_loaded(
     assert words in refused.message
     found = [one for one in examine_recipe(settings, tmp_path) if one.check == "reward"]
     assert [one.level for one in found] == ["fail"]
+
+
+def test_a_few_prompts_that_cannot_be_judged_do_not_stop_a_run(tmp_path: Path) -> None:
+    pair = save_pair(tmp_path)
+    file = tmp_path / "prompts.jsonl"
+    records = [json.loads(line) | {"tests": ["assert f(1) == 1"]} for line in file.read_text().splitlines()]
+    records[7]["tests"] = ["assert g(open('x')) == 1"]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = make_config({**pair, "rollout": {**pair["rollout"], "samples": 2}, "reward": {"checker": "code"}})
+    (found,) = [one for one in examine_recipe(settings, tmp_path) if one.check == "reward"]
+    assert found.level == "warn"
+    assert "cannot judge answers to 1 of 48 training prompts, such as 'p7'" in found.message
+    prompts = [Prompt(f"p{number}", (3,), metadata={"tests": one["tests"]}) for number, one in enumerate(records)]
+    rewards = rewards_of(config(checker="code"), prompts)
+    verdict = rewards.judge(Rollout(prompts[7], torch.tensor([3, 1]), torch.zeros(2), "eos"))
+    assert math.isnan(verdict.reward)
+    assert "is not of the form" in verdict.failure
 
 
 def test_prompts_without_answers_are_refused_by_name(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""bench/soak_schedule.py: every kind of fault comes in every round."""
+"""bench/soak.py: every kind of fault comes in every round, and slopes of memory leave loading out."""
 
 from __future__ import annotations
 
@@ -60,3 +60,20 @@ def test_lengths_stay_near_the_usual_one(bench: ModuleType) -> None:
 def test_nothing_to_draw_from_is_refused(bench: ModuleType) -> None:
     with pytest.raises(ValueError, match="no kind of fault"):
         next(bench.schedule([], 0))
+
+
+def test_loading_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a process loads for minutes; what it holds afterwards is what counts."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import soak
+
+    loads = [(second, min(400.0, 2.0 * second)) for second in range(0, 900, 5)]
+    grows = [(second, 400.0 + second / 60) for second in range(0, 900, 5)]
+    brief = [(second, 400.0) for second in range(0, 50, 5)]
+    samples = {("trainer", 1): loads, ("trainer", 2): brief, ("teacher", 3): grows, ("rollouts", 4): brief}
+    told = list(soak.Memory({key: [(float(when), size) for when, size in points] for key, points in samples.items()}).slopes())
+    assert told == [
+        "rollouts: no process lived long enough for a slope",
+        "teacher: +60.0 MB an hour over its last 7 minutes, at 411 MB",
+        "trainer: +0.0 MB an hour over its last 7 minutes, at 400 MB",
+    ]

@@ -213,6 +213,13 @@ def test_wrong_settings_are_answered_and_keys_not_repeated(values: dict[str, Any
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.parametrize("section", [{}, {"others": {"math": {"model": "org/math", "dialect": "sglang"}}}])
+def test_a_dialect_without_servers_is_refused(section: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="says how servers are asked, but urls names none"):
+        make_config({"models": {"world": "clean"}, "teacher": section or {"dialect": "iwopd"}})
+    make_config({"models": {"world": "clean"}, "teacher": {"dialect": "vllm"}})  # the default, as settings are written out
+
+
 class HeldScorer(Scorer):
     """Scores with the rollout's own ids once it is let go; remembers what it was asked together, fails when it meets id 9."""
 

@@ -78,6 +78,17 @@ def test_several_teachers_share_the_pool() -> None:
         ({"cluster": {"teacher_gpus": 5}}, "1024 rollouts .* 3 ranks"),
         ({"optim": {"mini_batches": 3}}, "prompts_per_step is 1024, which optim.mini_batches = 3"),
         ({"rollout": {"max_tokens": None}}, "rollout.max_tokens is needed"),
+        ({"lora": {"rank": 513}}, "lora.rank is 513: .*vLLM takes up to 512"),
+        ({"lora": {"rank": 8, "alpha": 1.5}}, "lora.alpha is 1.5: .*a whole number"),
+        ({"method": {"weights": "gated"}}, "weights 'gated'.* needs agreement"),
+        ({"reward": {"checker": "nobody", "normalize": "none"}}, "reward.checker is 'nobody'"),
+        (
+            {
+                "reward": {"checker": "exact", "normalize": "none"},
+                "rollout": {"max_tokens": 100, "prompts_per_step": 1024, "horizon": {"type": "fixed", "tokens": 50}},
+            },
+            "reward.checker is 'exact': .*leave .rollout.horizon. out",
+        ),
         ({"engine": {"vllm": {"max_model_len": 500}}}, "engine.vllm.max_model_len is 500, but .* is 2148"),
         ({"engine": {"vllm": {"tensor_parallel": 3}}}, "engine.vllm.tensor_parallel is 3, but the student has 4 GPUs"),
         ({"cluster": {"sequence_parallel": 3}}, "sequence_parallel is 3, but the student has 4 GPUs per machine"),
@@ -104,7 +115,7 @@ def test_what_users_trip_over(sections: dict[str, Any], words: str) -> None:
 
 
 def test_all_faults_are_told_at_once() -> None:
-    faulty = _config(rollout={"temperature": 0.7, "top_p": 0.9}, lora={"rank": 8})
+    faulty = _config(rollout={"temperature": 0.7, "top_p": 0.9}, lora={"rank": 8, "alpha": 1.5})
     with pytest.raises(VerlError) as caught:
         check_settings(faulty)
     assert len(str(caught.value).splitlines()) == 4

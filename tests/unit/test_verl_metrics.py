@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks, judge, label
 from iwopd.cluster.verl.job import VerlJob
 from iwopd.cluster.verl.metrics import MetricsFile, step_stats
+from iwopd.cluster.verl.stops import Received
 from iwopd.cluster.verl.translate import places
 from iwopd.config import Config, make_config
 from iwopd.models import load_model
@@ -260,7 +259,7 @@ folder, step = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 """Two steps of a job, as verl would log them."""
 
 
-def _follow(tmp_path: Path, then: str, received: list[int] | None = None, **cluster: Any) -> tuple[int, VerlJob, RunDirectory]:
+def _follow(tmp_path: Path, then: str, received: Received | None = None, **cluster: Any) -> tuple[int, VerlJob, RunDirectory]:
     config = _config(cluster=cluster, eval={"prompts": 0}, tracking={"console": "off"})
     run = RunDirectory(tmp_path / "run")
     run.create(config, "data", engine="verl")
@@ -269,7 +268,7 @@ def _follow(tmp_path: Path, then: str, received: list[int] | None = None, **clus
     job = VerlJob(["-c", JOB + then, str(where.folder), json.dumps(STEP)], {}, where.folder / "log-001.txt")
     tracker = Tracker(config, run)
     try:
-        return launch._follow(config, run, where, job, tracker, Validations([], tmp_path), received or [], 0), job, run
+        return launch._follow(config, run, where, job, tracker, Validations([], tmp_path), received or Received(), 0), job, run
     finally:
         tracker.close()
         assert job.process.returncode is not None  # whatever happens, it has ended
@@ -311,16 +310,7 @@ def test_a_job_without_progress_is_ended(tmp_path: Path) -> None:
     assert not ended_by_itself.exists()
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
-def test_a_signal_ends_the_job(tmp_path: Path, number: int, name: str) -> None:
-    with launch._signals() as received:
-        os.kill(os.getpid(), number)
-        with pytest.raises(TrainingStoppedError, match=f"stopped by {name}") as caught:
-            _follow(tmp_path, "time.sleep(600)", received)
-    assert caught.value.exit_code == 128 + number
-
-
 def test_a_job_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("iwopd.cluster.verl.job.GRACE", 0.5)
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
     _without_progress(tmp_path, deaf)

@@ -17,6 +17,11 @@ from iwopd.cluster.verl.job import STAND_IN
 from iwopd.cluster.verl.translate import TEACHERS
 from iwopd.config import Config
 
+BREAK = "VERL_TESTING_BREAK_SYNC"
+"""How weight sync fails after the first one: `lost` (nobody is told), `stale` (told, the weights stay), `tensor` (one is 0)."""
+OWN_TOKENS = "VERL_TESTING_OWN_TOKENS"
+"""Set where the student is an embedded world's: of Qwen's architecture, with 21 ids and none of Qwen's tokens."""
+
 
 def environment() -> dict[str, str]:
     """Variables of the launch and of every Ray worker."""
@@ -33,6 +38,7 @@ def environment() -> dict[str, str]:
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # Ray's default of 15 starves its workers on a busy machine
+        **{name: os.environ[name] for name in (BREAK,) if name in os.environ},
     }
 
 
@@ -42,12 +48,10 @@ def overrides(config: Config, gpus: int | None = None) -> list[str]:
         "trainer.device": "cpu",
         "actor_rollout_ref.rollout.name": "hf",
         f"{TEACHERS}.teacher_model.inference.name": "hf",
-        "actor_rollout_ref.rollout.dtype": "float32",
         "actor_rollout_ref.rollout.load_format": "auto",
         "actor_rollout_ref.rollout.agent.num_workers": 1,
         "actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         "actor_rollout_ref.model.use_remove_padding": False,
-        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
         "actor_rollout_ref.actor.use_torch_compile": False,
         "data.dataloader_num_workers": 0,
         "reward.num_workers": 1,
@@ -58,13 +62,12 @@ def overrides(config: Config, gpus: int | None = None) -> list[str]:
         settings |= {
             f"actor_rollout_ref.{role}.strategy": "fsdp2",
             f"actor_rollout_ref.{role}.fsdp_config.use_torch_compile": False,
-            f"actor_rollout_ref.{role}.fsdp_config.model_dtype": "fp32",
-            f"actor_rollout_ref.{role}.fsdp_config.mixed_precision": "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
         }
     if config.teacher.others:
         settings |= {f"{TEACHERS}.iwopd_{number}.inference.name": "hf" for number in range(1 + len(config.teacher.others))}
     if gpus is not None:
         settings["ray_kwargs.ray_init.num_gpus"] = gpus
         settings["ray_kwargs.ray_init.num_cpus"] = 16  # slots, not cores: every verl actor needs one
-    variables = {f"ray_kwargs.ray_init.runtime_env.env_vars.{name}": f"'{value}'" for name, value in environment().items()}
+    shared = environment() | ({OWN_TOKENS: "1"} if config.models.world is not None else {})
+    variables = {f"ray_kwargs.ray_init.runtime_env.env_vars.{name}": f"'{value}'" for name, value in shared.items()}
     return [f"++{name}={value}" for name, value in (settings | variables).items()]

@@ -6,21 +6,24 @@ import os
 from typing import Any
 
 import ray
+import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.utils.tokenizer.continuous_token_wiring import _MODEL_TYPE_TO_FAMILY, ContinuousTokenModelFamily
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
+from verl_testing import BREAK, OWN_TOKENS
+
 NAME = "hf"
 
 
 def install() -> None:
-    """Register replica and adapter under the name `hf`; allow tiny tokenizers."""
+    """Register replica and adapter under the name `hf`; allow the embedded worlds' tokenizers."""
     RolloutReplicaRegistry.register(NAME, lambda: Replica)
     _ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.Adapter"
-    # verl expects Qwen's own tokens for every Qwen architecture; the tiny models' tokenizer of 21 ids has none of them.
-    _MODEL_TYPE_TO_FAMILY["qwen3"] = ContinuousTokenModelFamily.DEFAULT
+    if os.environ.get(OWN_TOKENS):  # verl expects Qwen's own tokens for every Qwen architecture, and our check refuses others
+        _MODEL_TYPE_TO_FAMILY["qwen3"] = ContinuousTokenModelFamily.DEFAULT
 
 
 class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
@@ -39,7 +42,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]  # verl has no types
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
                 max_concurrency=self.max_concurrency,
             )
-            .remote(self.model_config.path, self.config.response_length, self.config.seed)
+            .remote(self.model_config.path, self.config.response_length, self.config.seed, self.config.dtype)
         )
         self._server_address = await server.address.remote()
         self._server_handle = server
@@ -63,12 +66,26 @@ class Adapter(BaseRollout):  # type: ignore[misc]
         """The server never sleeps."""
 
     async def update_weights(
-        self, weights: Any, wire_format: str = "named_tensors", global_steps: int | None = None, **_: Any
+        self,
+        weights: Any,
+        wire_format: str = "named_tensors",
+        global_steps: int | None = None,
+        peft_config: dict[str, Any] | None = None,
+        **_: Any,
     ) -> None:
-        """Send all weights at once: tiny models only."""
+        """Send all weights at once, or an adapter alone: tiny models only."""
         if wire_format != "named_tensors":
             raise NotImplementedError(f"the engine {NAME!r} for tests takes whole tensors, not {wire_format!r}")
         gathered = {name: tensor.detach().cpu() async for name, tensor in ensure_async_iterator(weights)}
         if self.is_leader_rank:
             server = ray.get_actor(f"{NAME}_server_{self.replica_rank}")
-            await server.update_weights.remote(gathered, global_steps)
+            broken = os.environ.get(BREAK) if global_steps else None
+            if broken == "lost":
+                return
+            if broken == "stale":
+                await server.set_global_steps.remote(global_steps)
+                return
+            if broken == "tensor":
+                name = max(name for name, values in gathered.items() if values.ndim > 1)
+                gathered[name] = torch.zeros_like(gathered[name])
+            await server.update_weights.remote(gathered, global_steps, peft_config)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from verl.workers.rollout.replica import TokenOutput
 
+from iwopd.adapters import adapter_tensors, add_adapter, has_adapter
 from iwopd.rollout.local import LocalSampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.teacher.local import LocalScorer
@@ -37,11 +38,11 @@ class _Request:
 class Server:
     """A Ray actor with the methods that verl calls on its servers."""
 
-    def __init__(self, path: str, max_tokens: int, seed: int) -> None:
+    def __init__(self, path: str, max_tokens: int, seed: int, dtype: str = "float32") -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(1)
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         self._model = model.eval()
         self._stop_ids = frozenset(_stop_ids(self._model, AutoTokenizer.from_pretrained(path)))
         self._max_tokens = max_tokens
@@ -73,9 +74,14 @@ class Server:
             task.add_done_callback(self._tasks.discard)
         return await request.answer
 
-    async def update_weights(self, weights: dict[str, Tensor], step: int | None) -> None:
-        """Load all of the trainer's weights."""
+    async def update_weights(self, weights: dict[str, Tensor], step: int | None, adapter: dict[str, Any] | None = None) -> None:
+        """Load all of the trainer's weights; with an adapter's settings, its matrices beside the model's own weights."""
         async with self._busy:
+            if adapter is not None:
+                self._load_adapter(weights, adapter)
+                self._step = step
+                self._drawn.clear()
+                return
             names = {name for name, _ in self._model.named_parameters()}  # tied ones once
             if lost := names - weights.keys():
                 raise ValueError(f"weight sync brought no {sorted(lost)[0]!r} ({len(lost)} of {len(names)} are missing)")
@@ -84,6 +90,17 @@ class Server:
                 raise ValueError(f"weight sync brought {unknown[0]!r}, which the model does not have")
             self._step = step
             self._drawn.clear()
+
+    def _load_adapter(self, given: dict[str, Tensor], settings: dict[str, Any]) -> None:
+        if not has_adapter(self._model):
+            add_adapter(self._model, settings["r"], settings["lora_alpha"], sorted(settings["target_modules"]))
+        own = adapter_tensors(self._model)
+        if own.keys() != given.keys():
+            odd = sorted(own.keys() ^ given.keys())
+            raise ValueError(f"weight sync brought another adapter: {len(odd)} names differ, such as {odd[0]!r}")
+        with torch.no_grad():
+            for name, values in own.items():
+                values.copy_(given[name])
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Set the step of the current weights."""

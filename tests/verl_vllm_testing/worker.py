@@ -39,8 +39,8 @@ def _widen_heads() -> None:
         heads = (entries.unflatten(-1, (-1, own)) for entries in (query, key, value))
         wide = (torch.nn.functional.pad(entries, (0, room)).flatten(1) for entries in heads)
         output: torch.Tensor = forward(self, *wide, *args)
-        narrow: torch.Tensor = output.unflatten(-1, (-1, self.head_size))[..., :own].flatten(1)
-        return narrow
+        narrow: torch.Tensor = output.unflatten(-1, (-1, self.head_size))[..., :own]
+        return narrow.flatten(1)
 
     Attention.__init__, Attention.forward = wide_start, wide_forward
 

@@ -34,8 +34,8 @@ from iwopd.train.assembly import assemble
 from iwopd.train.parts import Parts
 from iwopd.train.scoring import ScoredStep, loss_columns, score_step, write_rollouts
 
-BATCHES, PROMPTS = 4, 16
-"""Of a short probe: so many batches of so many prompts."""
+BATCHES, PROMPTS = 16, 16
+"""Of a short probe: so many batches of so many prompts. Four batches leave every agreement open (LOG.md)."""
 Advance = Callable[[int], None]
 
 

@@ -96,9 +96,10 @@ def group_results(
             same = [m for m in members[:place] if units is None or units.of(m) == units.of(result)]
             twin = next((m for m in same if m.seed is not None and m.seed == result.seed), None)
             if twin is not None:
+                differ = f", and differ in {', '.join(changed)}" if (changed := _changed(twin, result)) else ""
                 raise ResultsError(
-                    f"{twin.path} and {result.path} are both {name} with seed {result.seed}; if they are different methods, "
-                    "name them: A=PATH B=PATH"
+                    f"{twin.path} and {result.path} are both {name} with seed {result.seed}{differ}; if they are different "
+                    "methods, name them: A=PATH B=PATH"
                 )
             changed = _changed(same[0] if same else members[0], result)
             if units is not None and not same:  # units may have other models, and nothing else

@@ -24,13 +24,15 @@ from typing import Any, NamedTuple
 from iwopd.algo.drift_weights import LEAST
 from iwopd.algo.objectives import make_objective
 from iwopd.algo.ranking import spearman
-from iwopd.analysis.probe.intervals import over_batches
 from iwopd.analysis.probe.result import Estimate
+from iwopd.eval.statistics import LEAST_UNITS, over_units
 from iwopd.methods import GAMMAS, METHODS, TITLES, identity, probed_methods
 
 Record = Mapping[str, Any]
-LEAST_PAIRS = 4
-"""Pairs in a half that a statement takes."""
+Place = tuple[str, int, str]
+"""World, lineage, and the names of both models' weights."""
+LEAST_PAIRS = LEAST_UNITS
+"""Pairs that an interval takes, and a half of them that a statement is made of."""
 LEAST_METHODS = 3
 """Methods that a ranking takes: of two, every correlation is 1 or -1."""
 MARGINS = (0.0, 0.02, 0.05, 0.1)
@@ -52,6 +54,8 @@ SAMPLED = (
     "linear-decay-4",
 )
 WHOLE = ("kl", "kl-survival", "kl-gated")
+UNTOUCHED = WHOLE[0]
+"""The method whose first batch is looked at: every token counts, and the cosine is of whole distributions."""
 KEYS = {
     **{title: name for name, title in TITLES.items() if name in (*SAMPLED, *WHOLE)},
     **{f"IW-OPD, gamma {gamma:g}": "iw-opd" if gamma == 0.5 else f"iw-opd-{gamma:g}" for gamma in GAMMAS},
@@ -111,27 +115,47 @@ def pairs_of(runs: Iterable[Record], probes: Iterable[Record]) -> list[Pair]:
     A run record has `world`, `lineage`, `seed`, `accuracy` (step: percent), and `settings` (those that are not the default, by
     dotted name) or a `title`. A probe record has `world`, `lineage`, and `cosines` (method: number) or `alignment.rules`
     (method: mean, low, high), and `agreement`; several records of one pair complete each other. Of runs that differ in settings
-    beside the method (a learning rate, a horizon), a world's most frequent ones are taken.
+    beside the method (a learning rate, a horizon), a world's most frequent ones are taken. Both may name the weights of their
+    models (`models`): a lineage has others on another kind of processor, and what began from those is no run of this pair.
     """
-    known: dict[tuple[str, int], dict[str, Any]] = {}
+    known: dict[Place, dict[str, Any]] = {}
     for record in probes:
-        place = known.setdefault((str(record["world"]), int(record["lineage"])), {"cosines": {}, "agreement": None})
+        place = known.setdefault(place_of(record), {"cosines": {}, "agreement": None})
         place["cosines"] |= _cosines(record)
-        if (agreement := _number(record.get("agreement"))) is not None:
+        if (agreement := number(record.get("agreement"))) is not None:
             place["agreement"] = agreement
-    reached: dict[tuple[str, int], dict[str, dict[int, list[float]]]] = {}
+    reached: dict[Place, dict[str, dict[int, list[float]]]] = {}
     known_methods = [(record, method) for record in runs if (method := method_of(record)) is not None]
     usual = _alike([record for record, _ in known_methods])
     for record, method in known_methods:
         if _shared(record) != usual[str(record["world"])]:
             continue
-        steps = reached.setdefault((str(record["world"]), int(record["lineage"])), {}).setdefault(method, {})
+        steps = reached.setdefault(place_of(record), {}).setdefault(method, {})
         for step, value in record["accuracy"].items():
             steps.setdefault(int(step), []).append(float(value))
     return [
-        Pair(*place, accuracy={method: _means(steps) for method, steps in reached[place].items()}, **known[place])
+        Pair(*place[:2], accuracy={method: _means(steps) for method, steps in reached[place].items()}, **known[place])
         for place in sorted(known.keys() & reached.keys())
     ]
+
+
+def first_batches(runs: Iterable[Record], count: int = 1) -> list[dict[str, Any]]:
+    """What runs themselves saw before their first update, as probe records: the agreement of the first batch under uniform
+    weights and whole distributions. One batch is less than a probe, and without solutions there are no cosines. The mean of
+    the first `count` is what a longer look might have seen, were the student not learning meanwhile.
+    """
+    found = []
+    for record in runs:
+        measured = [value for value in (record.get("agreement") or [])[:count] if value is not None]
+        if method_of(record) == UNTOUCHED and len(measured) == count:
+            place = {name: record.get(name) for name in ("world", "lineage", "models")}
+            found.append({**place, "agreement": math.fsum(measured) / count})
+    return found
+
+
+def place_of(record: Record) -> Place:
+    """The pair of a run or a probe."""
+    return str(record["world"]), int(record["lineage"]), json.dumps(record.get("models"), sort_keys=True)
 
 
 def method_of(record: Record) -> str | None:
@@ -174,16 +198,27 @@ def _alike(runs: Sequence[Record]) -> dict[str, str]:
 def _cosines(record: Record) -> dict[str, float]:
     listed = record.get("cosines") or (record.get("alignment") or {}).get("rules") or {}
     means = {key: value[0] if isinstance(value, Sequence) else value for key, value in listed.items()}
-    numbers = {"iw-opd" if key == "iw-opd-0.5" else key: _number(value) for key, value in means.items()}
+    numbers = {"iw-opd" if key == "iw-opd-0.5" else key: number(value) for key, value in means.items()}
     return {key: value for key, value in numbers.items() if value is not None}
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+    """None for what is no number."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def _means(steps: Mapping[int, Sequence[float]]) -> dict[int, float]:
     return {step: math.fsum(values) / len(values) for step, values in sorted(steps.items())}
+
+
+def over_pairs(values: Sequence[float], least: float = -math.inf) -> Estimate:
+    """Mean over pairs, with Student's t interval (not below `least`) if there are pairs enough for one."""
+    if not values:
+        return Estimate(mean=None)
+    found = over_units(values)
+    if not found.enough:
+        return Estimate(mean=found.interval.mean)
+    return Estimate(mean=found.interval.mean, low=max(least, found.interval.low), high=found.interval.high)
 
 
 # --- rankings --------------------------------------------------------------------------------------------------------
@@ -208,8 +243,8 @@ def rank_agreement(pairs: Sequence[Pair], family: Family, step: int) -> RankAgre
         if len(both) >= LEAST_METHODS and not math.isnan(rho):
             found[pair.world, pair.lineage] = rho
     worlds = dict.fromkeys(world for world, _ in found)
-    by_world = {name: over_batches([rho for (world, _), rho in found.items() if world == name]) for name in worlds}
-    return RankAgreement(found, over_batches(list(found.values())), by_world)
+    by_world = {name: over_pairs([rho for (world, _), rho in found.items() if world == name]) for name in worlds}
+    return RankAgreement(found, over_pairs(list(found.values())), by_world)
 
 
 class GateRecord(NamedTuple):
@@ -292,7 +327,7 @@ def regret(pairs: Sequence[Pair], chooser: Chooser, family: Family, step: int) -
     for pair in pairs:
         if (chosen := chooser.choose(pair, family, step)) is not None:
             found[pair.world, pair.lineage] = pair.best(family, step) - pair.reached(family, step)[chosen]
-    return Regret(chooser, found, over_batches(list(found.values())))
+    return Regret(chooser, found, over_pairs(list(found.values()), least=0.0))
 
 
 def regrets(pairs: Sequence[Pair], probe: Chooser, family: Family, step: int) -> list[Regret]:
@@ -302,7 +337,7 @@ def regrets(pairs: Sequence[Pair], probe: Chooser, family: Family, step: int) ->
     for rival in always(family):
         theirs = regret(pairs, rival, family, step)
         both = [value - theirs.by_pair[place] for place, value in ours.by_pair.items() if place in theirs.by_pair]
-        listed.append(theirs._replace(difference=over_batches(both)))
+        listed.append(theirs._replace(difference=over_pairs(both)))
     return listed
 
 
@@ -334,36 +369,3 @@ def split_half(pairs: Sequence[Pair], family: Family, step: int) -> SplitHalf | 
 
 def _mean(estimate: Estimate) -> float:
     return math.inf if estimate.mean is None else estimate.mean
-
-
-# --- advice ----------------------------------------------------------------------------------------------------------
-
-
-class Advice(NamedTuple):
-    """A method by its name in the catalogue, and why."""
-
-    method: str
-    words: str
-
-
-def advise(probe: Record, family: Family = FAMILIES[0], threshold: float = THRESHOLD) -> Advice:
-    """Survival weights where the tokens after a drift pull elsewhere, uniform ones where they pull the same way.
-
-    Read off the probe's `agreement`; `agreement_interval` (low, high), if it is there, says how sure that is.
-    """
-    agreement = _number(probe.get("agreement"))
-    if agreement is None:
-        raise ValueError("the probe has no agreement of gradients: nothing can be recommended")
-    low, high = (_number(value) for value in probe.get("agreement_interval") or (None, None))
-    sure = "" if low is None or high is None else f" ({low:+.2f} to {high:+.2f})"
-    doubt = "" if low is None or high is None or not low < threshold < high else "; its interval leaves it open"
-    if agreement < threshold:
-        method, side, why = (
-            family.survival,
-            "below",
-            "do not pull where those before it do, so they are left to survival weights",
-        )
-    else:
-        method, side, why = family.plain, "at least", "pull where those before it do, so all tokens count alike"
-    said = f"agreement of gradients {agreement:+.2f}{sure}, {side} {threshold:g}{doubt}"
-    return Advice(method, f"{said}: the tokens after a drift {why}")

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from iwopd.commands.options import picked, words
+from iwopd.commands.options import named_path, picked, words
 
 if TYPE_CHECKING:
     from iwopd.runs.results import ModelResults
@@ -54,7 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="what runs share and are not independent in: a setting (models.lineage, models.student), or PATH=UNIT for results "
         "that do not say it; seeds are averaged within a unit",
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there instead of to the terminal")
+    parser.add_argument("-o", "--output", type=named_path, metavar="FILE", help="write there instead of to the terminal")
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from iwopd.commands.engine_options import add_engine_options, engine_choice
+from iwopd.commands.options import named_path
 from iwopd.errors import UserError
 
 HELP = "see the position bias on your own CPU, in minutes"
@@ -21,7 +22,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first-seed", type=int, default=0, help="number of the first seed")
     parser.add_argument("--steps", type=int, default=40, help="distillation steps")
     parser.add_argument("--methods", default="opd,iw-opd,prefix-30,suffix-30", help="comma-separated: see `iwopd methods`")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where the runs go (replaced if it is a demo's)")
+    parser.add_argument(
+        "--out", type=named_path, default=Path("runs/demo"), help="where the runs go (replaced if it is a demo's)"
+    )
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs at a time, one thread each")
     add_engine_options(parser)
     parser.add_argument("--refresh", action="store_true", help="train the world's models again")

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from iwopd.commands.options import parse_overrides
+from iwopd.commands.options import named_path, parse_overrides
 from iwopd.recipes import find
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--self-check", action="store_true", help="also the pipeline on questions whose answers are known: no silent faults"
     )
-    parser.add_argument("--out", type=Path, help="run directory, for the disk space (default: as `iwopd train` would choose)")
+    parser.add_argument(
+        "--out", type=named_path, help="run directory, for the disk space (default: as `iwopd train` would choose)"
+    )
     parser.add_argument("--ranks", type=int, help="processes that will train on this machine, for the memory of each")
     parser.add_argument("--gpu", action="store_true", help="the checklist for a machine with GPUs (docs/first-gpu-run.md)")
     parser.add_argument("--device", help="with --gpu: cuda:1, ... or cpu (default: the first GPU)")
@@ -65,9 +67,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _examine(options: argparse.Namespace, config: Config) -> int:
+    from iwopd.errors import UserError
     from iwopd.stages import ConsoleStages
     from iwopd.train.assembly import assemble
     from iwopd.train.doctor import examine_models, examine_pipeline, examine_recipe
+    from iwopd.train.doctor.findings import failure
     from iwopd.train.progress import pretraining_progress
 
     folder = options.out or Path("runs") / f"{options.recipe.stem}-seed{config.seed}"
@@ -77,8 +81,12 @@ def _examine(options: argparse.Namespace, config: Config) -> int:
     failed = any(finding.level == "fail" for finding in findings)
     if not options.static and not failed:
         say("loading the models, and comparing their heads with their own logits")
-        with pretraining_progress() as progress:
-            parts = assemble(config, lambda _: None, progress)
+        try:
+            with pretraining_progress() as progress:
+                parts = assemble(config, lambda _: None, progress)
+        except UserError as error:
+            _show([failure("models", str(error), "")], findings)
+            return _count(findings, " (nothing more could be looked at)")
         with parts:
             _show(examine_models(config, parts, folder, say=say), findings)
             if options.self_check:

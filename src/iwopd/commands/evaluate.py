@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iwopd.commands.engine_options import add_engine_options, engine_choice
-from iwopd.commands.options import add_chat_options, add_model_options, model_options, picked, rendering, words
+from iwopd.commands.options import add_chat_options, add_model_options, model_options, named_path, picked, rendering, words
 
 if TYPE_CHECKING:
     from iwopd.data.chat import Rendering
@@ -52,7 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_engine_options(parser)
     parser.add_argument("--unsafe-no-sandbox", action="store_true", help="run generated code unprotected (do not)")
-    parser.add_argument("--out", type=Path, help="folder of the evaluation (default: evals/<model>)")
+    parser.add_argument("--out", type=named_path, help="folder of the evaluation (default: evals/<model>)")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object, last")
 
 

@@ -5,14 +5,15 @@ adapter (peft and its base model are needed to load it); --merge adds it into th
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from iwopd.commands.options import named_path
 
 HELP = "a trained student as a folder for from_pretrained"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, help="run directory (its newest checkpoint), or one of its checkpoints")
-    parser.add_argument("out", type=Path, help="folder to write; must not exist")
+    parser.add_argument("source", type=named_path, help="run directory (its newest checkpoint), or one of its checkpoints")
+    parser.add_argument("out", type=named_path, help="folder to write; must not exist")
     parser.add_argument("--merge", action="store_true", help="add an adapter into the weights")
     parser.add_argument("--step", type=int, help="checkpoint of this step instead of the newest")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from iwopd.commands.options import add_report_sources, check_report_sources
+from iwopd.commands.options import add_report_sources, check_report_sources, named_path
 
 HELP = "the report's figures for a paper: PDF, SVG or PNG"
 
@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     layout = "one file per chart, or the paper's figures (default: charts)"
     parser.add_argument("--layout", choices=("charts", "paper"), default="charts", help=layout)
     parser.add_argument("--format", choices=("pdf", "svg", "png"), default="pdf", help="file format (default: pdf)")
-    parser.add_argument("-o", "--out", type=Path, default=Path("figures"), help="folder for the files (default: figures)")
+    parser.add_argument("-o", "--out", type=named_path, default=Path("figures"), help="folder for the files (default: figures)")
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:

@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from iwopd.data.chat import Rendering
 
 
+def named_path(text: str) -> Path:
+    """A path as it was written. An empty one, as an unset variable of a shell leaves it, would be the folder one is in."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty: name a file or folder ('.' is the one you are in)")
+    return Path(text)
+
+
 def picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """These options as keyword arguments."""
     return {name: getattr(options, name) for name in names}
@@ -75,9 +82,9 @@ def rendering(options: argparse.Namespace, base: Rendering | None = None) -> Ren
 def add_report_sources(parser: argparse.ArgumentParser) -> None:
     """What is shown: `report` and `figures`."""
     what = "run directory, probe (folder or probe.json), or a folder of them"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_OR_PROBE", help=what)
-    parser.add_argument("--probe", type=Path, action="append", default=[], metavar="PROBE", help="probe; may be repeated")
-    parser.add_argument("--handoff", type=Path, help="hand-off curve (default: handoff.json beside the runs)")
+    parser.add_argument("runs", nargs="+", type=named_path, metavar="RUN_OR_PROBE", help=what)
+    parser.add_argument("--probe", type=named_path, action="append", default=[], metavar="PROBE", help="probe; may be repeated")
+    parser.add_argument("--handoff", type=named_path, help="hand-off curve (default: handoff.json beside the runs)")
 
 
 def check_report_sources(options: argparse.Namespace) -> None:

@@ -6,10 +6,9 @@ How good the estimate is: docs/plan.md.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from iwopd.commands.options import parse_overrides
+from iwopd.commands.options import named_path, parse_overrides
 from iwopd.recipes import find
 
 if TYPE_CHECKING:
@@ -27,9 +26,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="h100", help="a100-40, a100-80, h100 (default), h200, b200, l40s, rtx4090")
     parser.add_argument("--nodes", type=int, help="machines (default: 1)")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs of each machine (default: 8; 1 machine x 1: the local engine)")
+    choice = "who trains (default: verl, on 1 GPU local); local: this package's trainer, a process on each GPU (torchrun)"
+    parser.add_argument("--engine", choices=["local", "verl"], help=choice)
     parser.add_argument("--response-tokens", type=float, help="mean length of an answer (default: a quarter of the longest)")
     measured = "probe.json of the pair (or its folder): how long its answers are, and what a horizon leaves of them"
-    parser.add_argument("--probe", type=Path, metavar="FILE", help=measured)
+    parser.add_argument("--probe", type=named_path, metavar="FILE", help=measured)
     parser.add_argument("--price", type=float, help="of one GPU-hour, in any currency (default: GPU-hours only)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     if options.price is not None and not 0 <= options.price < float("inf"):
         raise PlanError(f"--price is {options.price:g}: it must be a price, 0 or more")
     quantiles, cut = _lengths(options)
-    plan = make_plan(open_workload(config, options.response_tokens, quantiles), gpu, nodes, gpus, cut)
+    plan = make_plan(open_workload(config, options.response_tokens, quantiles), gpu, nodes, gpus, cut, options.engine)
     print(json.dumps(as_dict(plan, options.price), indent=1) if options.json else report(plan, options.price))
     return 0 if plan.fits else 1
 

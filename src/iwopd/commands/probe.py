@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from iwopd.commands.options import (
     add_chat_options,
     add_model_options,
     model_options,
+    named_path,
     picked,
     rendering,
     words,
@@ -52,9 +54,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lineage", type=int, default=0, help="which of the world's lineages (default: 0)")
     parser.add_argument("--student-size", default="medium", help="of the world's student (default: medium)")
     parser.add_argument("--teacher-size", default="strong", help="of the world's teacher (default: strong)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL file of prompts")
+    parser.add_argument("--prompts", type=named_path, metavar="FILE", help="JSONL file of prompts")
     parser.add_argument("--task", help="a task of `iwopd eval`: its problems, or with --prompts only its checker")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="take the task's problems from a file")
+    parser.add_argument("--data", type=named_path, metavar="FILE", help="take the task's problems from a file")
     parser.add_argument("--no-chat", action="store_true", help="with --task: bare problems, for models without a chat template")
     add_chat_options(parser)
     parser.add_argument("--limit", "--prompts-count", type=int, default=256, help="only the first prompts (default: 256)")
@@ -76,7 +78,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_engine_options(parser)
     add_engine_options(parser, "teacher")
-    parser.add_argument("-o", "--output", type=Path, help="result (default: probes/<student>-from-<teacher>/probe.json)")
+    parser.add_argument("-o", "--output", type=named_path, help="result (default: probes/<student>-from-<teacher>/probe.json)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout, tables on stderr")
 
 
@@ -86,6 +88,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     from iwopd.analysis.probe.present import print_probe
     from iwopd.analysis.probe.result import write_probe
     from iwopd.analysis.probe.run import run_probe
+    from iwopd.runs.owner import owned
     from iwopd.stages import ConsoleStages
 
     _check(options)
@@ -94,10 +97,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     settings = _settings(options, _max_tokens(options, material))
     out: Path = options.output or Path("probes") / name / "probe.json"
     parts = out.with_name(f"{out.name}.parts")
-    with ConsoleStages() as progress:
-        probe = run_probe(pair, material, settings, progress, keep=parts)
-    write_probe(probe, out)
-    shutil.rmtree(parts, ignore_errors=True)
+    with owned(parts, lambda words: print(words, file=sys.stderr), "name another result with -o"):
+        with ConsoleStages() as progress:
+            probe = run_probe(pair, material, settings, progress, keep=parts)
+        write_probe(probe, out)
+        shutil.rmtree(parts, ignore_errors=True)
     console = Console(stderr=options.json)
     print_probe(probe, console)
     console.print(f"result: {out}; see it: iwopd report {out.parent}", highlight=False, markup=False, soft_wrap=True)

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from iwopd import recipes
+from iwopd.commands.options import named_path
 from iwopd.errors import UserError
 
 HELP = "list the recipes of the package, show or copy them"
@@ -30,7 +31,9 @@ class RecipeError(UserError, ValueError):
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="a recipe or a folder (default: list everything)")
-    parser.add_argument("--copy", type=Path, metavar="TO", help="copy the recipe to this file, or the folder to this folder")
+    parser.add_argument(
+        "--copy", type=named_path, metavar="TO", help="copy the recipe to this file, or the folder to this folder"
+    )
     parser.add_argument("--json", action="store_true", help="list as one JSON object")
 
 

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from iwopd.commands.options import add_report_sources, check_report_sources
+from iwopd.commands.options import add_report_sources, check_report_sources, named_path
 
 HELP = "one page on runs and probes: what was learned, and where the signal goes"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_report_sources(parser)
-    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page (default: report.html)")
+    parser.add_argument("-o", "--out", type=named_path, default=Path("report.html"), help="the page (default: report.html)")
     parser.add_argument("--max-tokens", type=int, default=None, help="most tokens in the token view (default: 1,200,000)")
     parser.add_argument("--open", action="store_true", help="show the page in your browser")
     parser.add_argument("--watch", action="store_true", help="write the page again as the runs go on, until they are finished")

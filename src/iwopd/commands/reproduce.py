@@ -20,6 +20,8 @@ import argparse
 import os
 from pathlib import Path
 
+from iwopd.commands.options import named_path
+
 HELP = "redraw the paper's figures and tables on the embedded world"
 
 
@@ -47,14 +49,20 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="TITLE",
         help="train these rows of the tables only; the others are said to be missing",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/reproduce"), help="where the runs are kept")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of the raw results, JSONL files")
+    parser.add_argument("--out", type=named_path, default=Path("runs/reproduce"), help="where the runs are kept")
+    parser.add_argument("--results", type=named_path, default=Path("results"), help="folder of the raw results, JSONL files")
     parser.add_argument("--read-only", action="store_true", help="train and write nothing; say what was not run")
     parser.add_argument(
-        "--collect", type=Path, nargs="+", metavar="FOLDER", help="record the finished runs in these folders, first or only"
+        "--collect",
+        type=named_path,
+        nargs="+",
+        metavar="FOLDER",
+        help="record the finished runs in these folders, first or only",
     )
-    parser.add_argument("--markdown", type=Path, help="write the tables as Markdown, too")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the learning curves as SVG (needs matplotlib)")
+    parser.add_argument("--markdown", type=named_path, help="write the tables as Markdown, too")
+    parser.add_argument(
+        "--figures", type=named_path, metavar="FOLDER", help="draw the learning curves as SVG (needs matplotlib)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
 
 

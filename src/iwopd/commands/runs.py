@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from iwopd.commands.options import named_path
+
 if TYPE_CHECKING:
     from iwopd.runs.listing import Listed
 
@@ -27,7 +29,7 @@ WIDTH = 200
 
 def add(parser: argparse.ArgumentParser) -> None:
     what = "run directory, or a folder of them (default: runs)"
-    parser.add_argument("folders", nargs="*", type=Path, default=[Path("runs")], metavar="FOLDER", help=what)
+    parser.add_argument("folders", nargs="*", type=named_path, default=[Path("runs")], metavar="FOLDER", help=what)
     parser.add_argument("--json", action="store_true", help="print one JSON object per run instead of a table")
 
 

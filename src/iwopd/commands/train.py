@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from iwopd.commands.options import parse_overrides
+from iwopd.commands.options import named_path, parse_overrides
 from iwopd.recipes import find
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help message and exit")
     recipe = "TOML file, or a name of `iwopd recipes`; with --resume also a run directory"
     parser.add_argument("recipe", type=find, help=recipe)
-    parser.add_argument("--out", type=Path, help="run directory (default: runs/<recipe>-seed<seed>)")
+    parser.add_argument("--out", type=named_path, help="run directory (default: runs/<recipe>-seed<seed>)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of the run directory")
     parser.add_argument("--allow-changes", action="store_true", help="resume although settings or data differ")
     auto = "auto: a short probe, without answers, replaces the [method] section by uniform or survival weights"

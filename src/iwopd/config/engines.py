@@ -79,6 +79,16 @@ class TeacherSource(Section):
         PromptTemplate(self.system, self.user)
         return self
 
+    @model_validator(mode="after")
+    def _has_servers_to_ask(self) -> Self:
+        default = type(self).model_fields["dialect"].default
+        if not self.urls and self.dialect != default:
+            raise ValueError(
+                f"dialect is {self.dialect!r}, which says how servers are asked, but urls names none: the teacher would be "
+                "loaded here. Name its servers (urls), or leave dialect out"
+            )
+        return self
+
 
 class OtherTeacher(TeacherSource):
     model: str | None = Field(None, description="local folder or hub id, without urls")

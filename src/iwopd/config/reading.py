@@ -30,6 +30,12 @@ TEMPLATE_TABLES = tuple(f"{section}.chat_template_kwargs" for section in ("data"
 OPEN_TABLES = ("method.params", "eval.data", "teacher.others", *TEMPLATE_TABLES)
 """Tables whose keys are the user's."""
 
+NO_SETTINGS = {
+    "device": "training takes the accelerator that torch finds, or else the CPU (CUDA_VISIBLE_DEVICES chooses: empty for the "
+    "CPU); the teacher's device is 'models.teacher_device'",
+}
+"""What is asked for by names that are no settings, and how to get it."""
+
 KEPT_QUIET = ("url", "urls", "api_key_env")
 """Settings whose wrong values are not repeated: somebody may have put a key there."""
 
@@ -58,7 +64,7 @@ def load_config(recipe: Path | None, overrides: Mapping[str, Any] | None = None,
         _upgrade(values, overrides or {})
     for name, value in (overrides or {}).items():
         _set(values, name, value)
-    return make_config(values, where=str(recipe) if recipe else "the settings")
+    return make_config(values, where=recipes.title(recipe) if recipe else "the settings")
 
 
 def _upgrade(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -209,12 +215,10 @@ def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
             near = [siblings[key] for key in difflib.get_close_matches(tail, siblings, n=1, cutoff=0.8)]
             near = near or [key for key in known if key.rpartition(".")[2] == tail]
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else "`iwopd train --help` lists all settings, `iwopd methods` those of [method]"
-            )
-            raise ConfigError(f"{where}: unknown setting {name!r}; {hint}")
+            hint = f"did you mean {' or '.join(map(repr, near[:3]))}?"
+            if not near:
+                hint = "`iwopd train --help` lists all settings, `iwopd methods` those of [method]"
+            raise ConfigError(f"{where}: unknown setting {name!r}; {NO_SETTINGS.get(tail, hint)}")
 
 
 def _is_open(name: str) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import shutil
 import urllib.request
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import platformdirs
 
@@ -22,6 +23,8 @@ from iwopd import hub
 from iwopd.errors import UserError
 from iwopd.filesystem import sha256
 
+MOST_BYTES = 2**29
+"""Of a file that is loaded from a URL, unpacked."""
 DATA_FOLDER = "IWOPD_DATA"
 """Environment variable: a folder whose files are preferred to downloads."""
 HUB = "hub:"
@@ -77,14 +80,26 @@ class Release:
         draft = path.with_name(f"{name}.{os.getpid()}.part")
         try:
             with urllib.request.urlopen(self.url, timeout=60) as response, draft.open("wb") as file:
-                shutil.copyfileobj(gzip.GzipFile(fileobj=response) if self.url.endswith(".gz") else response, file)
+                _copy(gzip.GzipFile(fileobj=response) if self.url.endswith(".gz") else response, file)
+                if missing := getattr(response, "length", None):  # of what was announced; a local file announces nothing
+                    raise EOFError(f"it breaks off, {missing} bytes are missing")
             check_file(draft, self.sha256, self.url)
             draft.replace(path)
-        except (OSError, EOFError) as error:
-            raise SourceError(f"cannot get {self.url} ({error}); {REMEDY}") from None
+        except (OSError, EOFError, zlib.error, HTTPException) as error:
+            raise SourceError(f"cannot get {self.url} ({_first_line(error)}); {REMEDY}") from None
         finally:
             draft.unlink(missing_ok=True)
         return path
+
+
+def _copy(source: Any, target: IO[bytes]) -> None:
+    """A megabyte may unpack to a thousand: what is larger than any data set of ours is not."""
+    size = 0
+    while piece := source.read(2**20):
+        size += len(piece)
+        if size > MOST_BYTES:
+            raise OSError(f"it has more than {MOST_BYTES >> 20} MiB")
+        target.write(piece)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from iwopd.types import Prompt
 
 def answer_text(tokenizer: Any, ids: Tensor) -> str:
     """The text of a response without special tokens; tags of thinking blocks stay, special or not: checkers look for them."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    tags = {int(number): str(token) for number, token in added.items() if token.special and TAG.fullmatch(str(token))}
+    tags = special_tags(tokenizer)
     if not tags:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
     parts = []
@@ -24,6 +23,12 @@ def answer_text(tokenizer: Any, ids: Tensor) -> str:
         some = list(group)
         parts.append(tag * len(some) if tag else str(tokenizer.decode(some, skip_special_tokens=True)))
     return "".join(parts)
+
+
+def special_tags(tokenizer: Any) -> dict[int, str]:
+    """Tags of thinking blocks that are special tokens of this tokenizer, by id."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {int(number): str(token) for number, token in added.items() if token.special and TAG.fullmatch(str(token))}
 
 
 def check_answers(check: Checker, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:

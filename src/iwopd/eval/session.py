@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,10 +24,12 @@ from iwopd.rollout.engine import ENGINES, LOCAL, EngineChoice, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rope import fix_rope
+from iwopd.runs.owner import owned
 from iwopd.section import outcome_settings
 from iwopd.stages import StageListener
 from iwopd.types import Prompt, Rollout
 
+log = logging.getLogger(__name__)
 CHUNK_ROLLOUTS = 256
 """Rollouts that are sampled and checked before they are written; a crash can lose this many."""
 
@@ -91,10 +95,26 @@ def run_evaluation(request: Request, out: Path, progress: StageListener) -> dict
         _as_asked(load_task(spec, tokenizer, data=data.get(name), **opening), request)
         for name, spec in zip(request.tasks, specs, strict=True)
     ]
-    folder = EvaluationFolder(out, _about(request))
-    student, stops = _student(request, tokenizer, tasks)
-    progress.advance(1)
-    with request.engine.open(student) as engine:
+    with owned(out, log.warning):
+        folder = EvaluationFolder(out, _about(request))
+        student, stops = _student(request, tokenizer, tasks)
+        progress.advance(1)
+        return _run_tasks(request, tasks, student, stops, tokenizer, folder, progress)
+
+
+def _run_tasks(
+    request: Request,
+    tasks: Sequence[Task],
+    student: Student,
+    stops: frozenset[int],
+    tokenizer: Any,
+    folder: EvaluationFolder,
+    progress: StageListener,
+) -> dict[str, dict[str, Any]]:
+    with ExitStack() as stack:
+        engine = stack.enter_context(request.engine.open(student))
+        if engine.folder is not None:
+            stack.enter_context(owned(engine.folder, log.warning, "name another one with --engine-option weights_folder=..."))
         results = {}
         for task in tasks:
             settings = SamplingSettings(task.max_tokens, task.temperature, request.top_p, request.top_k, stops)

@@ -32,6 +32,11 @@ def find(word: str | Path) -> Path:
     return named if inside and not path.exists() and named.is_file() else path
 
 
+def title(path: Path) -> str:
+    """What a user calls a recipe: those of the package by their name, others by their path."""
+    return path.relative_to(FOLDER).with_suffix("").as_posix() if path.is_relative_to(FOLDER) else str(path)
+
+
 def nearby(word: str) -> list[str]:
     """Names that look like this one."""
     known = names()

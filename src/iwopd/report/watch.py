@@ -64,7 +64,7 @@ def watch(
             seen = now
             time.sleep(every)
     except KeyboardInterrupt:
-        if written:
+        if out.exists():  # rather than `written`, which may not be set yet
             write(None)
         raise
 

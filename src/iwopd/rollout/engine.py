@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from iwopd.errors import UserError
@@ -92,6 +93,11 @@ class Engine:
     def dtype(self) -> str:
         """Precision of its log-probs."""
         return self.student.dtype
+
+    @property
+    def folder(self) -> Path | None:
+        """A folder through which weights go, if there is one: whoever opens the engine owns it, and nobody else writes."""
+        return None
 
     def sampler(self, settings: SamplingSettings) -> Sampler:
         """A sampler; all samplers of an engine share it. Each calls `update_weights` before it writes."""

@@ -52,18 +52,21 @@ class ServerEngine(RequestEngine):
                 "share, through which it gets the weights of every step (docs/vllm.md); or use rollout.engine = 'vllm'"
             )
 
+    @property
+    def folder(self) -> Path | None:
+        return None if self.settings.weights_folder is None else Path(self.settings.weights_folder).absolute()
+
     def update_weights(self) -> None:
         """Write the student's weights to a new folder and have the server read them, if they have changed. Rank 0's work."""
-        if self.settings.weights_folder is None or self.student.rank > 0:
+        if self.folder is None or self.student.rank > 0:
             return
         version = weights_version(self.student.model)
         if version == self._synced:
             return
         # Never the same name twice: a network file system might still show the server the old files.
-        parent = Path(self.settings.weights_folder).absolute()
-        before = sorted(parent.glob("weights-[0-9]*"))
+        before = sorted(self.folder.glob("weights-[0-9]*"))
         number = int(before[-1].name.removeprefix("weights-")) + 1 if before else 1
-        folder = parent / f"weights-{number:06d}"
+        folder = self.folder / f"weights-{number:06d}"
         try:
             save_weights(self.student.model, folder)
         except OSError as error:
@@ -77,10 +80,8 @@ class ServerEngine(RequestEngine):
 
     def _bring_weights(self) -> None:
         """The newest weights once more. Any rank's work: the folder is shared."""
-        if self.settings.weights_folder is not None:
-            written = sorted(Path(self.settings.weights_folder).absolute().glob("weights-[0-9]*"))
-            if written:
-                self._read_weights(written[-1])
+        if self.folder is not None and (written := sorted(self.folder.glob("weights-[0-9]*"))):
+            self._read_weights(written[-1])
 
     def _read_weights(self, folder: Path) -> None:
         try:

@@ -40,6 +40,7 @@ WATCH = 3 * BEAT
 """Seconds without a sign of life, after which an owner on another machine is taken for dead."""
 PATIENCE = 1.0
 """Seconds to wait for a lock that somebody may only look at."""
+REMEDY = "choose another directory with --out"
 LARGEST = 4096
 """Bytes of the file that are read at most."""
 
@@ -151,9 +152,11 @@ os.register_at_fork(after_in_child=_leave_all)
 
 
 @contextmanager
-def owned(folder: Path, notify: Callable[[str], None]) -> Iterator[Ownership]:
-    """Own a folder, which is made if it is not there; refused with the name of its owner. `notify`: why it takes a while."""
-    ownership = _take(folder, notify)
+def owned(folder: Path, notify: Callable[[str], None], remedy: str = REMEDY) -> Iterator[Ownership]:
+    """Own a folder, which is made if it is not there; refused with the name of its owner. `notify`: why it takes a while;
+    `remedy`: how to have another folder.
+    """
+    ownership = _take(folder, notify, remedy)
     try:
         yield ownership
     finally:
@@ -189,28 +192,26 @@ def refuse_owned(folder: Path) -> None:
         raise _refusal(folder, owner)
 
 
-def _take(folder: Path, notify: Callable[[str], None]) -> Ownership:
+def _take(folder: Path, notify: Callable[[str], None], remedy: str) -> Ownership:
     path, deadline = folder / FILE, time.monotonic() + PATIENCE
     while True:
         try:
             make_directory(folder)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise RunError(
-                f"cannot write to {folder}: {error.strerror or error}; choose another directory with --out"
-            ) from None
+            raise RunError(f"cannot write to {folder}: {error.strerror or error}; {remedy}") from None
         taken = False
         try:
             locks = _lock(descriptor)
             if locks is False and time.monotonic() > deadline:
-                raise _refusal(folder, _read(path))
+                raise _refusal(folder, _read(path), remedy)
             if locks is not False and _is_same(descriptor, path):
-                _refuse_living(folder, locks is True, notify)
+                _refuse_living(folder, locks is True, notify, remedy)
                 ownership = Ownership(folder, descriptor, Owner.myself())
                 taken = True
-                return _settled(folder, ownership, locks is True)
+                return _settled(folder, ownership, locks is True, remedy)
         except OSError as error:
-            raise RunError(f"cannot write {path}: {error.strerror or error}; make room, or choose another --out") from None
+            raise RunError(f"cannot write {path}: {error.strerror or error}; make room, or {remedy}") from None
         finally:
             if not taken:
                 os.close(descriptor)
@@ -228,7 +229,7 @@ def _lock(descriptor: int) -> bool | None:
     return True
 
 
-def _refuse_living(folder: Path, locks: bool, notify: Callable[[str], None]) -> None:
+def _refuse_living(folder: Path, locks: bool, notify: Callable[[str], None], remedy: str) -> None:
     """The file names somebody whose lock is not seen: does it live?"""
     path = folder / FILE
     found = _read(path)
@@ -240,13 +241,13 @@ def _refuse_living(folder: Path, locks: bool, notify: Callable[[str], None]) -> 
         while time.monotonic() < deadline:
             time.sleep(min(1.0, WATCH / 10))
             if (now := _read(path)) is not None and (now.token, now.beat) != (found.token, found.beat):
-                raise _refusal(folder, now)
+                raise _refusal(folder, now, remedy)
         notify(f"{found} gave no sign of life: {folder} is taken over")
     elif lives:
-        raise _refusal(folder, found)
+        raise _refusal(folder, found, remedy)
 
 
-def _settled(folder: Path, ownership: Ownership, locks: bool) -> Ownership:
+def _settled(folder: Path, ownership: Ownership, locks: bool, remedy: str) -> Ownership:
     """Without locks two may have written their names at once: the last one stays."""
     if not locks:
         time.sleep(PATIENCE)
@@ -254,7 +255,7 @@ def _settled(folder: Path, ownership: Ownership, locks: bool) -> Ownership:
             ownership.check()
         except RunError:
             ownership.close()
-            raise _refusal(folder, _read(folder / FILE)) from None
+            raise _refusal(folder, _read(folder / FILE), remedy) from None
     return ownership
 
 
@@ -283,9 +284,9 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _refusal(folder: Path, owner: Owner | None) -> RunError:
+def _refusal(folder: Path, owner: Owner | None, remedy: str = REMEDY) -> RunError:
     who = "another process" if owner is None else str(owner)
-    return RunError(f"{folder} is in use by {who}: wait until it ends, end it, or choose another directory with --out")
+    return RunError(f"{folder} is in use by {who}: wait until it ends, end it, or {remedy}")
 
 
 def _boot() -> str:

@@ -89,6 +89,12 @@ def damage(folder: Path) -> str | None:
     return None
 
 
+def weights_digest(folder: Path) -> str:
+    """Names the weights of a cache entry: a recipe gives other ones on another kind of processor."""
+    digest: str = json.loads((folder / ENTRY).read_text(encoding="utf-8"))["files"]["model.safetensors"]
+    return digest[:12]
+
+
 def _lock(path: Path, stack: ExitStack) -> None:
     """Take a lock that the system frees when its owner dies; log before waiting for another process."""
     from filelock import FileLock, Timeout

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from iwopd.registry import suggestion
 from iwopd.tiny import task
 from iwopd.tiny.architecture import STUDENT_SIZES, TEACHER_SIZES, ModelRecipe, Stage
-from iwopd.tiny.cache import cached_models, model_folder
+from iwopd.tiny.cache import cached_models, model_folder, weights_digest
 from iwopd.tiny.pretrain import PretrainingListener
 from iwopd.tiny.tokenizer import CHARACTERS, TOKENIZERS, build_tokenizer
 from iwopd.types import Prompt
@@ -73,6 +73,11 @@ class World:
     def eval_prompts(self, n: int) -> list[Prompt]:
         """`n` different evaluation prompts, always the same: the first of one fixed list."""
         return eval_prompts(self.recipe.operands, n, self.tokenizer)
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """What names the weights of both models, which one recipe and lineage do not: processors round differently."""
+        return {"student": weights_digest(self.student), "teacher": weights_digest(self.teacher)}
 
     def check(self, prompt: Prompt, response_text: str) -> bool:
         """Whether the answer to one of this world's prompts is right."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ from iwopd.rollout.engine import ENGINES, Engine, Student
 from iwopd.rollout.sampler import Sampler
 from iwopd.rollout.sampling import SamplingSettings
 from iwopd.rope import fix_rope
+from iwopd.runs.owner import owned
 from iwopd.stages import StageListener
 from iwopd.teacher.local import LocalScorer
 from iwopd.teacher.offload import OffloadedScorer
@@ -153,13 +154,22 @@ def assemble(
         others = Others(config.rollout.mix, config.seed, author, whose, teaching_tokens(config, thinking), of_data)
     # Last, because it may start processes: whatever fails before leaves nothing open.
     stages.stage(f"opening the engine {config.rollout.engine}", 0)
-    engine = _open_engine(config, student, tokenizer, longest, ranks)
+    engine, held = _open_engine(config, student, tokenizer, longest, ranks), ExitStack()
+
+    def hold() -> None:
+        """Two runs that send weights through one folder would write with each other's."""
+        if engine.folder is not None and ranks.is_main:
+            held.enter_context(
+                owned(engine.folder, notify, f"set engine.{config.rollout.engine}.weights_folder to another one")
+            )
 
     def sampler(limit: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
         return engine.sampler(SamplingSettings(limit, temperature, top_p, top_k, stops))
 
     try:
+        ranks.together(hold)
         return Parts(
+            held=held,
             tokenizer=tokenizer,
             student=student,
             order=order,
@@ -187,6 +197,7 @@ def assemble(
         )
     except BaseException:
         engine.close()
+        held.close()
         raise
 
 

@@ -58,9 +58,14 @@ def mismatch_metrics(config: Config, parts: Parts, batch: TokenBatch, step: int)
     }
 
 
+def mismatch_limit(config: Config, engine_dtype: str) -> float:
+    """Mean |difference| of an engine's log-probs and the trainer's that ends a run."""
+    precisions = (config.models.dtype, config.compute_dtype, engine_dtype)
+    return config.rollout.mismatch_limit or max(LIMITS[name] for name in precisions)
+
+
 def _judge(config: Config, parts: Parts, mismatch: algo.Mismatch, step: int) -> None:
-    precisions = (config.models.dtype, config.compute_dtype, parts.engine.dtype)
-    limit = config.rollout.mismatch_limit or max(LIMITS[name] for name in precisions)
+    limit = mismatch_limit(config, parts.engine.dtype)
     if not mismatch.mean_difference <= limit:
         raise MismatchError(
             f"step {step}: the log-probs of rollout.engine = {config.rollout.engine!r} differ from the trainer's by "

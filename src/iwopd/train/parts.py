@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +70,8 @@ class Parts:
     """Running mean of the agreement of gradients before and after drifts, over the steps so far (`algo.agreement`)."""
     foreign: Foreign = field(default_factory=dict)
     """Tokenizers of teachers whose ids mean something else than the student's."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """What is given up when the engine is closed: the folder through which it gets weights."""
     activity: Activity = field(default_factory=Activity)
     """Hears what is being done."""
 
@@ -77,6 +80,7 @@ class Parts:
 
     def __exit__(self, *_: object) -> None:
         self.engine.close()
+        self.held.close()
 
     def report_to(self, activity: Activity) -> None:
         """Tell it how far all work of a step is."""

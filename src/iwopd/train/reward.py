@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.objectives import TrainingSignal
 from iwopd.algo.rewards import differing_groups, reward_advantages, spread_over_tokens
-from iwopd.config import Config, ConfigError
+from iwopd.config import Config, ConfigError, Reward
 from iwopd.errors import UserError
 from iwopd.eval.answers import answer_text, check_answers
 from iwopd.eval.checkers import PromptChecker, prompt_checker
@@ -44,17 +44,57 @@ def reward_refuses(config: Config) -> Iterator[Refused]:
         )
 
 
-def prompts_refuse(checker: PromptChecker, name: str, prompts: Sequence[Prompt]) -> Iterator[Refused]:
-    """Prompts that the checker cannot judge answers to: how many, and what the first of them lacks."""
-    found = ((prompt, why) for prompt in prompts if (why := checker.lacks(prompt)) is not None)
-    first = next(found, None)
-    if first is not None:
-        count = 1 + sum(1 for _ in found)
-        yield Refused(
-            f"reward.checker = {name!r} cannot judge answers to {count:,} of {len(prompts):,} training prompts, such as "
-            f"{first[0].id!r}: {first[1]}",
-            "name the field with the answers (data.sets: answer_field), filter those prompts out, or choose another checker",
+UNJUDGED = 0.1
+"""Share of training prompts that a checker need not be able to judge: more of them are no accident."""
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """Training prompts whose answers a checker cannot judge."""
+
+    name: str
+    """Of the checker."""
+    reasons: Mapping[str, str]
+    """What they lack, by prompt."""
+    prompts: int
+    """Of the whole set."""
+
+    @classmethod
+    def find(cls, checker: PromptChecker, name: str, prompts: Sequence[Prompt]) -> Unjudged:
+        return cls(name, {one.id: why for one in prompts if (why := checker.lacks(one)) is not None}, len(prompts))
+
+    def refuse(self) -> Iterator[Refused]:
+        """Too many to be damage."""
+        if len(self.reasons) > UNJUDGED * self.prompts:
+            remedy = "name the field with the answers (data.sets: answer_field), filter those prompts out, or choose another"
+            yield Refused(self._words(), f"{remedy} checker")
+
+    def tolerate(self) -> Iterator[Refused]:
+        """A few: they are trained on without a reward."""
+        if 0 < len(self.reasons) <= UNJUDGED * self.prompts:
+            yield Refused(
+                self._words(), "answers to them get no reward (reward/failed counts them): correct them, or filter them out"
+            )
+
+    def _words(self) -> str:
+        prompt, why = next(iter(self.reasons.items()))
+        return (
+            f"reward.checker = {self.name!r} cannot judge answers to {len(self.reasons):,} of {self.prompts:,} training "
+            f"prompts, such as {prompt!r}: {why}"
         )
+
+
+def verdict(checker: PromptChecker, prompt: Prompt, text: str) -> Judged:
+    """What the checker says of one answer."""
+    verdicts = check_answers(checker.check, [prompt], [text])
+    if len(verdicts) != 1:
+        raise ValueError(f"the checker returned {len(verdicts)} verdicts on one answer")
+    if not verdicts[0].judged:
+        return Judged(math.nan, f"{verdicts[0].status}: {verdicts[0].detail}")
+    score = float(verdicts[0].score)
+    if not 0 <= score <= 1:
+        raise ValueError(f"the checker's score is {score}; it must lie in [0, 1]")
+    return Judged(score)
 
 
 class Rewards:
@@ -67,7 +107,8 @@ class Rewards:
         self.cut_off_counts = config.rollout.truncated == "keep"
         self._failed: tuple[Counter[str], int] | None = None
         self._told = False
-        for refused in prompts_refuse(self.checker, config.reward.checker, prompts):
+        self.unjudged = Unjudged.find(self.checker, config.reward.checker, prompts)
+        for refused in self.unjudged.refuse():
             raise ConfigError(f"{refused.message}. {refused.remedy}")
 
     @classmethod
@@ -83,34 +124,19 @@ class Rewards:
         """One rollout's verdict. What was cut off and does not teach is not judged, nor is an answer without its end."""
         if rollout.stop_reason == "horizon" or (rollout.stop_reason == "length" and not self.cut_off_counts):
             return Judged(math.nan)
-        text = answer_text(self.tokenizer, rollout.response_ids)
-        verdicts = check_answers(self.checker.check, [rollout.prompt], [text])
-        if len(verdicts) != 1:
-            raise ValueError(f"the checker returned {len(verdicts)} verdicts on one answer")
-        if not verdicts[0].judged:
-            return Judged(math.nan, f"{verdicts[0].status}: {verdicts[0].detail}")
-        score = float(verdicts[0].score)
-        if not 0 <= score <= 1:
-            raise ValueError(f"the checker's score is {score}; it must lie in [0, 1]")
-        return Judged(score)
+        if (why := self.unjudged.reasons.get(rollout.prompt.id)) is not None:
+            return Judged(math.nan, why)
+        return verdict(self.checker, rollout.prompt, answer_text(self.tokenizer, rollout.response_ids))
 
     def step(self, evidence: Evidence, rollouts: Sequence[Rollout], wait: Callable[[], list[Judged]]) -> StepRewards:
         """Evidence [B, T] of these rollouts with what was said of each, once it is (`wait`)."""
         start = time.perf_counter()
         judged = wait()
         seconds = time.perf_counter() - start
-        rewards = torch.tensor([one.reward for one in judged], dtype=torch.float64)
-        groups = torch.tensor(number_prompts(rollouts))
-        dtype, given = evidence.old_logprobs.dtype, self.settings
-        added = None  # nothing at all: bit for bit the run without a reward
-        if given.coefficient:
-            factors: dict[str, Any] = {"coefficient": given.coefficient, "normalize": given.normalize}
-            added = reward_advantages(rewards, groups, evidence.mask, **factors).to(dtype)
-        correct = spread_over_tokens(rewards, evidence.mask).to(dtype)
-        failures = Counter(one.failure for one in judged if one.failure)
-        if failures and self._failed is None:
-            self._failed = failures, len(judged)
-        return StepRewards(replace(evidence, correct=correct, reward_advantages=added), rewards, groups, failures, seconds)
+        found = StepRewards.of(self.settings, evidence, judged, torch.tensor(number_prompts(rollouts)), seconds)
+        if found.failures and self._failed is None:
+            self._failed = found.failures, len(judged)
+        return found
 
     def notice(self) -> str | None:
         """What to say of the first step in which the checker failed, once."""
@@ -138,6 +164,21 @@ class StepRewards:
     """Why the checker gave no verdict, and how often."""
     seconds: float
     """That the step waited for the checker."""
+
+    @classmethod
+    def of(
+        cls, given: Reward, evidence: Evidence, judged: Sequence[Judged], groups: Tensor, seconds: float = 0.0
+    ) -> StepRewards:
+        """What was said of rollouts whose evidence is [B, T]; `groups` [B] numbers their prompts."""
+        rewards = torch.tensor([one.reward for one in judged], dtype=torch.float64)
+        dtype = evidence.old_logprobs.dtype
+        added = None  # nothing at all: bit for bit the run without a reward
+        if given.coefficient:
+            factors: dict[str, Any] = {"coefficient": given.coefficient, "normalize": given.normalize}
+            added = reward_advantages(rewards, groups, evidence.mask, **factors).to(dtype)
+        correct = spread_over_tokens(rewards, evidence.mask).to(dtype)
+        failures = Counter(one.failure for one in judged if one.failure)
+        return cls(replace(evidence, correct=correct, reward_advantages=added), rewards, groups, failures, seconds)
 
     def metrics(self, signal: TrainingSignal | None) -> dict[str, float]:
         """Both terms of the advantage by themselves, and what they are made of. `signal`: of an objective with an advantage."""

@@ -20,6 +20,7 @@ from iwopd.train.doctor import Finding, examine_models, examine_recipe, head_fin
 from iwopd.train.evaluation import keep_best
 from iwopd.train.examples import keep_examples
 from iwopd.train.headline import headline, resume_command
+from iwopd.train.loading import planned_world
 from iwopd.train.loop import save, train
 from iwopd.train.parts import Parts
 from iwopd.train.ranks import Ranks, lost_contact
@@ -103,7 +104,7 @@ def _train(
                 if resume:
                     run.check_resume(config, data, allow_changes=allow_changes)
                 else:
-                    run.create(config, data, more=about)
+                    run.create(config, data, more={**_models(config), **about})
                 keep_examples(run.path, config, parts.tokenizer, parts.order.prompts, parts.foreign)
 
         parts.ranks.together(open_directory)  # the others wait for it
@@ -139,6 +140,12 @@ def _train(
             raise TrainingStoppedError(
                 f"stopped in step {state.step + 1}, which is lost; {newest}. Continue with `{resume_command(run.path)}`", 130
             ) from None
+
+
+def _models(config: Config) -> dict[str, Any]:
+    """What `run.json` says of the weights of an embedded world's models."""
+    world = planned_world(config)
+    return {} if world is None else {"models": world.weights}
 
 
 def _keep_finished(config: Config, parts: Parts, run: RunDirectory, store: CheckpointStore, state: TrainingState) -> str:

@@ -80,9 +80,9 @@ def _watching(parts: Parts, horizon: Drift) -> Watching:
 
 def score_step(config: Config, parts: Parts, written: Written, step: int) -> ScoredStep:
     """Score what the student wrote. The teacher may still be at work when this begins."""
-    kept = _kept(config, written.rollouts)
+    kept = _kept(config, written)
     thinking = None if parts.thinking is None else [parts.thinking.mask(rollout) for rollout in kept]
-    teaching = teaching_mask(config, thinking, kept)
+    teaching = teaching_mask(config, thinking, kept, needed=not written.given.rollouts)
     asked, everyones = parts.objective.asks, [*kept, *written.given.rollouts]
     forward = parts.learner.forward(everyones, asked.student)
     found = look(parts.student_scorer, parts.ranks, everyones, asked.student) if forward is None else forward.scores
@@ -197,9 +197,12 @@ def pair_kl(student: TokenScores, matrix: OutputMatrix, teacher: TokenScores, te
     ).cpu()
 
 
-def _kept(config: Config, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    truncated = config.rollout.truncated
+def _kept(config: Config, written: Written) -> list[Rollout]:
+    """The student's rollouts that are scored. If all were cut off and others' answers are left, all of them, to be masked."""
+    truncated, rollouts = config.rollout.truncated, written.rollouts
     if truncated != "keep" and all(rollout.stop_reason == "length" for rollout in rollouts):
+        if written.given.rollouts:
+            return rollouts
         raise TrainingStoppedError(
             f"every rollout of the step was cut off at max_tokens and rollout.truncated is {truncated!r}: "
             "nothing is left to train on. Raise rollout.max_tokens, or keep them",

@@ -6,7 +6,7 @@ that holds any part of a block, tags included, belongs to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,10 +41,23 @@ class ThinkingTokens:
         ends = torch.tensor([len(piece) for piece in pieces], dtype=torch.long).cumsum(0) + len(begun)
         starts = torch.cat([torch.tensor([len(begun)]), ends[:-1]])[: len(pieces)]
         found = torch.zeros(len(pieces), dtype=torch.bool)
-        for span in thinking_spans(text):
-            first, last = (len(text[:place].encode(errors="surrogateescape")) for place in span)
-            found |= (starts < last) & (ends > first)
+        spans = torch.tensor(_in_bytes(text, thinking_spans(text)), dtype=torch.long).view(-1, 2)
+        begin = torch.searchsorted(ends, spans[:, 0].contiguous(), right=True)  # the first token that ends behind it
+        end = torch.searchsorted(starts, spans[:, 1].contiguous())
+        for one, other in zip(begin.tolist(), end.tolist(), strict=True):
+            found[one:other] = True
         return found
+
+
+def _in_bytes(text: str, spans: Iterable[tuple[int, int]]) -> list[int]:
+    """Where spans of letters, one after the other, begin and end in bytes. Each letter is looked at once."""
+    found, before, count = [], 0, 0
+    for span in spans:
+        for place in span:
+            count += len(text[before:place].encode(errors="surrogateescape"))
+            before = place
+            found.append(count)
+    return found
 
 
 def teaching_tokens(config: Config, thinking: ThinkingTokens | None) -> Callable[[Rollout], Tensor] | None:
@@ -63,14 +76,16 @@ def thinking_mask(config: Config, thinking: Sequence[Tensor] | None) -> Tensor |
     return pad_sequence([row if choice == "only" else ~row for row in thinking], batch_first=True)
 
 
-def teaching_mask(config: Config, thinking: Sequence[Tensor] | None, rollouts: Sequence[Rollout]) -> Tensor | None:
-    """The same with `rollout.truncated`. Raises if nothing is left."""
-    mask = thinking_mask(config, thinking)
-    if config.rollout.truncated == "mask":
+def teaching_mask(
+    config: Config, thinking: Sequence[Tensor] | None, rollouts: Sequence[Rollout], *, needed: bool = True
+) -> Tensor | None:
+    """The same with `rollout.truncated`. Raises if nothing is left and something is `needed`: nobody else wrote answers."""
+    mask, truncated = thinking_mask(config, thinking), config.rollout.truncated
+    if truncated == "mask" or (truncated == "drop" and any(rollout.stop_reason == "length" for rollout in rollouts)):
         if mask is None:
             mask = pad_sequence([torch.ones(len(rollout), dtype=torch.bool) for rollout in rollouts], batch_first=True)
         mask = mask & torch.tensor([rollout.stop_reason != "length" for rollout in rollouts])[:, None]
-    if mask is not None and not mask.any():
+    if needed and mask is not None and not mask.any():
         raise TrainingStoppedError(_nothing_left(config), exit_code=1)
     return mask
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -28,8 +29,10 @@ import iwopd
 from iwopd.analysis.probe.inputs import Material, Pair
 from iwopd.analysis.probe.settings import ProbeSettings
 from iwopd.filesystem import make_directory, read_json, sync, write_atomic
+from iwopd.runs.owner import FILE as OWNER
 from iwopd.types import Prompt, Rollout
 
+log = logging.getLogger(__name__)
 FREE = ("skip", "bins")
 """Settings that decide nothing of what is kept."""
 
@@ -44,21 +47,29 @@ class Kept:
             self.numbers: MutableMapping[str, float] = {}
             return
         mark = folder / "identity"
-        if folder.exists() and (not mark.is_file() or mark.read_text(encoding="utf-8") != identity):
-            shutil.rmtree(folder)
-        if not mark.exists():
-            make_directory(folder)
+        make_directory(folder)
+        if not mark.is_file() or mark.read_bytes() != identity.encode():
+            _empty(folder)
             write_atomic(mark, identity)
         self.numbers = _Lines(folder / "numbers.jsonl")
 
     def read(self, name: str) -> Any:
         """A part as it was kept; None if it was not."""
         path = None if self._folder is None else self._folder / f"{name}.json"
-        return read_json(path) if path is not None and path.is_file() else None
+        if path is None or not path.is_file():
+            return None
+        try:
+            found = read_json(path)
+            if found["sha256"] == _digest(found["value"]):
+                return found["value"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            pass
+        log.warning("%s is damaged: what it held is measured again", path)
+        return None
 
     def write(self, name: str, value: Any) -> None:
         if self._folder is not None:
-            write_atomic(self._folder / f"{name}.json", json.dumps(value))
+            write_atomic(self._folder / f"{name}.json", json.dumps({"sha256": _digest(value), "value": value}))
 
     def tensors(self, name: str) -> dict[str, Tensor] | None:
         path = None if self._folder is None else self._folder / f"{name}.safetensors"
@@ -83,15 +94,16 @@ class _Lines(MutableMapping[str, float]):
 
     def __init__(self, path: Path) -> None:
         self._path, self._known = path, dict[str, float]()
-        whole = 0
-        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-            if not line.endswith(b"\n"):  # it was stopped while it wrote
-                break
-            name, value = json.loads(line)
-            self._known[name] = value
-            whole += len(line)
-        if path.exists():
-            os.truncate(path, whole)
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        sound = []
+        for line in lines:
+            if (pair := _pair(line)) is not None:
+                self._known[pair[0]] = pair[1]
+                sound.append(line)
+        if damaged := sum(line not in sound for line in lines if line.endswith(b"\n")):
+            log.warning("%s: %d damaged lines are left out, and what they held is measured again", path, damaged)
+        if len(sound) < len(lines):
+            write_atomic(path, b"".join(sound).decode())
 
     def __setitem__(self, name: str, value: float) -> None:
         self._known[name] = value
@@ -109,6 +121,33 @@ class _Lines(MutableMapping[str, float]):
 
     def __len__(self) -> int:
         return len(self._known)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _pair(line: bytes) -> tuple[str, float] | None:
+    """Name and number of a line; None: it was stopped while it wrote, or it is damaged."""
+    try:
+        found = json.loads(line.decode()) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    if not (isinstance(found, list) and len(found) == 2 and isinstance(found[0], str) and type(found[1]) in (int, float)):
+        return None
+    try:
+        return found[0], float(found[1])
+    except OverflowError:  # JSON's whole numbers have no limit
+        return None
+
+
+def _empty(folder: Path) -> None:
+    """All but the mark of the process that works here."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != OWNER:
+            path.unlink()
 
 
 def identity_of(pair: Pair, material: Material, settings: ProbeSettings) -> str:

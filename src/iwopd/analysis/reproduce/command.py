@@ -20,7 +20,17 @@ from iwopd.analysis.probe.run import run_probe
 from iwopd.analysis.probe.settings import ProbeSettings
 from iwopd.analysis.reproduce.horizons import halfway
 from iwopd.analysis.reproduce.items import ITEMS, Item
-from iwopd.analysis.reproduce.records import Record, Records, collect, probe_key, probe_record, record_of, runs_file
+from iwopd.analysis.reproduce.records import (
+    Record,
+    Records,
+    check_models,
+    collect,
+    probe_key,
+    probe_record,
+    record_of,
+    runs_file,
+    told_apart,
+)
 from iwopd.analysis.reproduce.runs import Runs
 from iwopd.analysis.reproduce.tables import ItemSection, markdown, print_section
 from iwopd.analysis.reproduce.variants import Variant
@@ -28,6 +38,7 @@ from iwopd.config import Config
 from iwopd.errors import UserError
 from iwopd.eval.statistics import LEAST_UNITS
 from iwopd.stages import ConsoleStages
+from iwopd.train.loading import planned_world
 from iwopd.train.many import PlannedRun, run_all
 from iwopd.train.progress import pretraining_progress
 
@@ -142,6 +153,7 @@ def _make_missing(runs: Runs, items: Sequence[Item], options: argparse.Namespace
         return runs
     runs.root.mkdir(parents=True, exist_ok=True)
     _train_models([run.config for run in planned])
+    check_models([*runs.records.values(), *map(_beginning, planned)], f"{file.path} and the models here")
 
     def keep(run: PlannedRun) -> None:
         if (record := _record_of(run)) is not None:
@@ -149,6 +161,16 @@ def _make_missing(runs: Runs, items: Sequence[Item], options: argparse.Namespace
 
     run_all(planned, at_a_time=options.jobs, console=console, finished=keep)
     return replace(runs, records=file.read())
+
+
+def _beginning(run: PlannedRun) -> Record:
+    """What is known of a run before it is made."""
+    config = run.config
+    world = planned_world(config)
+    assert world is not None  # the settings are those of a world
+    place = {"world": config.models.world, "lineage": config.models.lineage, "seed": config.seed, "problems": 0}
+    about = {"key": run.folder.name, "title": run.title, "settings": told_apart(config), "models": world.weights}
+    return {**about, **place, "accuracy": {}}
 
 
 def _chosen(names: Sequence[str]) -> list[Item]:

@@ -24,19 +24,23 @@ from iwopd.analysis.prediction import (
     Chooser,
     Family,
     Pair,
+    Place,
     Record,
     Regret,
     choosers,
+    first_batches,
     gate_record,
     method_of,
     pairs_of,
+    place_of,
     rank_agreement,
+    regret,
     regrets,
     split_half,
 )
 from iwopd.analysis.probe.inputs import world_material
 from iwopd.analysis.probe.result import Estimate
-from iwopd.analysis.reproduce.tables import ItemSection, Table, markdown, print_section
+from iwopd.analysis.reproduce.tables import NOT_RUN, ItemSection, Table, markdown, print_section
 from iwopd.config import make_config
 from iwopd.errors import UserError
 from iwopd.methods import TITLES
@@ -50,6 +54,11 @@ EARLY, LATE = 10, 40
 TOO_FEW = "too few to tell"
 ABOUT = "not in the paper: does a probe before training predict the ranking of methods after it?"
 UNIT = "The unit of means and t intervals is the pair, a lineage in its world; seeds are averaged within it."
+
+LOOKS = 4
+FIRST_BATCH = (
+    "have no probe: their agreement is that of the first batch of their own run under the reverse KL, before its first update."
+)
 
 
 class PredictionError(UserError, ValueError):
@@ -81,30 +90,39 @@ def read_probes(results: Path) -> list[Record]:
     return list(read_records(path for path in (results / "probes.jsonl", results / PROBES) if path.is_file()))
 
 
-def unprobed(runs: Iterable[Record], probes: Iterable[Record]) -> list[tuple[str, int]]:
-    """World and lineage of pairs that were trained and have no probe with both numbers."""
-    trained = {(str(run["world"]), int(run["lineage"])) for run in runs if method_of(run) is not None}
-    known = {(one["world"], one["lineage"]) for one in probes if "cosines" in one and "agreement" in one}
+def unprobed(runs: Iterable[Record], probes: Iterable[Record]) -> list[Place]:
+    """Pairs that were trained and have no probe with both numbers."""
+    trained = {place_of(run) for run in runs if method_of(run) is not None}
+    known = {place_of(one) for one in probes if "cosines" in one and "agreement" in one}
     return sorted(trained - known)
 
 
-def probe_world(world: str, lineage: int) -> dict[str, Any]:
-    """The record of a pair, its cosines and agreement measured now."""
+def probe_world(world: str, lineage: int, models: str) -> dict[str, Any]:
+    """The record of a pair, its cosines and agreement measured now. Other models than the runs' are refused."""
     with pretraining_progress() as progress:
         opened = tiny.open_world(tiny.world_recipe(world, lineage=lineage), progress=progress)
+    if (here := json.dumps(opened.weights, sort_keys=True)) != models:
+        what = (
+            "do not name their models" if models == "null" else f"began from other models ({models}) than those here ({here})"
+        )
+        raise PredictionError(
+            f"the runs of world {world}, lineage {lineage} {what}, so a probe made here says nothing of them: train them here "
+            "into another folder (--results), or read what is recorded (--read-only)"
+        )
     config = make_config({"threads": 1, "models": {"world": world, "lineage": lineage}})
     material = world_material(opened, BATCHES * PROMPTS)
     methods = [*SAMPLED, *WHOLE]
     found = probe_pair(config, batches=BATCHES, prompts=PROMPTS, methods=methods, material=material)
-    return {"key": f"{world}-{lineage}-{BATCHES * PROMPTS}", "world": world, "lineage": lineage, **found.record}
+    place = {"key": f"{world}-{lineage}-{BATCHES * PROMPTS}", "world": world, "lineage": lineage}
+    return {**place, **found.record, "models": opened.weights}
 
 
 def reproduce_prediction(results: Path, console: Console, *, measure: bool = True) -> ItemSection:
     """Probe the pairs that lack one (if `measure`), each kept as soon as it is made; then read the section off the records."""
     runs, probes = read_runs(results), read_probes(results)
-    for world, lineage in unprobed(runs, probes) if measure else ():
+    for world, lineage, models in unprobed(runs, probes) if measure else ():
         console.print(f"probe: world {world}, lineage {lineage}", highlight=False)
-        record = probe_world(world, lineage)
+        record = probe_world(world, lineage, models)
         with (results / PROBES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         probes.append(record)
@@ -132,10 +150,15 @@ def prediction_alone(
 
 def prediction_section(runs: Iterable[Record], probes: Iterable[Record]) -> ItemSection:
     """Rank correlations, regrets, and the choice on one half reported on the other, family by family."""
-    pairs = pairs_of(runs, probes)
+    runs, probes = list(runs), list(probes)
+    probed = {place_of(one) for one in probes}
+    seen = [one for one in first_batches(runs) if place_of(one) not in probed]
+    pairs = pairs_of(runs, [*probes, *seen])
     tables: list[Table] = []
     worlds = ", ".join(dict.fromkeys(pair.world for pair in pairs))
-    words = [f"{len(pairs)} pairs were probed and trained{f' (worlds {worlds})' if pairs else ''}. {UNIT}"]
+    words = [f"{len(pairs)} pairs were trained, and looked at before{f' (worlds {worlds})' if pairs else ''}. {UNIT}"]
+    if unseen := len({place_of(one) for one in seen}):
+        words.append(f"{unseen} of them {FIRST_BATCH}")
     numbers: dict[str, Any] = {"pairs": len(pairs)}
     for family in FAMILIES:
         trained = [pair for pair in pairs if len(pair.reached(family, LATE)) > 1]
@@ -145,6 +168,8 @@ def prediction_section(runs: Iterable[Record], probes: Iterable[Record]) -> Item
         found = _family(trained, family)
         tables += found[0]
         words += found[1]
+        if seen:
+            words.append(_longer_look(runs, family))
         numbers[family.name] = found[2]
     return ItemSection("prediction", "a probe that predicts", ABOUT, tables, words, numbers)
 
@@ -152,13 +177,23 @@ def prediction_section(runs: Iterable[Record], probes: Iterable[Record]) -> Item
 def _family(pairs: Sequence[Pair], family: Family) -> tuple[list[Table], list[str], dict[str, Any]]:
     ranking, numbers = _ranking(pairs, family)
     words = [_gate_words(pairs, family)]
-    first = [next(one for one in choosers() if (one.statistic, one.value) == wanted) for wanted in _WITHOUT_A_CHOICE]
-    tables = [ranking, _regrets_table(f"regret at step {LATE}, points: all pairs", pairs, first, family)]
+    ranked = any(pair.cosines for pair in pairs)
+    if not ranked:
+        words.append(f"Rank correlation, {family.words}: no pair has a probe with cosines.")
+    first = [
+        next(one for one in choosers() if (one.statistic, one.value) == wanted)
+        for wanted in _WITHOUT_A_CHOICE
+        if ranked or wanted[0] != "cosine"
+    ]
+    tables = [_pairs_table(pairs, family), *([ranking] if ranked else [])]
+    for step in (EARLY, LATE):
+        title = f"{family.words}, regret at step {step}, points: all pairs"
+        tables.append(_table(title, [regrets(pairs, guide, family, step) for guide in first]))
     halves = split_half(pairs, family, LATE)
     if halves is None:
         words.append(f"Chosen on even lineages, reported on odd ones: {TOO_FEW}, a half takes {LEAST_PAIRS} pairs.")
         return tables, words, numbers
-    tables.append(_table(f"regret at step {LATE}, points: odd lineages", [halves.reported]))
+    tables.append(_table(f"{family.words}, regret at step {LATE}, points: odd lineages", [halves.reported]))
     tried = [[one.chooser.name, _shown(one.mean, ".1f")] for one in halves.tried]
     tables.append(Table([f"tried on even lineages, {family.words}", "regret"], tried))
     words.append(_halves_words(halves.chosen, halves.reported, family))
@@ -168,6 +203,27 @@ def _family(pairs: Sequence[Pair], family: Family) -> tuple[list[Table], list[st
 
 _WITHOUT_A_CHOICE = (("cosine", 0.0), ("agreement", THRESHOLD))
 """Ways of choosing that nobody tuned: the largest cosine, and the gate's own threshold."""
+
+
+def _longer_look(runs: Sequence[Record], family: Family) -> str:
+    """Would more batches have been a better guide?"""
+    guide = next(one for one in choosers() if (one.statistic, one.value) == ("agreement", THRESHOLD))
+    found = regret(pairs_of(runs, first_batches(runs, LOOKS)), guide, family, LATE)
+    return (
+        f"By the mean of the first {LOOKS} batches of these runs ({family.words}; the student learns meanwhile), {guide.name} "
+        f"loses {_shown(found.mean, '.1f')} at step {LATE}."
+    )
+
+
+def _pairs_table(pairs: Sequence[Pair], family: Family) -> Table:
+    """What was known of every pair, and what became of it."""
+    rows = []
+    for pair in pairs:
+        reached = pair.reached(family, LATE)
+        known = "-" if pair.agreement is None else f"{pair.agreement:+.2f}"
+        cells = (f"{reached[name]:.1f}" if name in reached else NOT_RUN for name in family.always)
+        rows.append([f"{pair.world} {pair.lineage}", known, *cells])
+    return Table([f"accuracy at step {LATE}", "agreement before", *(TITLES[name] for name in family.always)], rows)
 
 
 def _ranking(pairs: Sequence[Pair], family: Family) -> tuple[Table, dict[str, Any]]:
@@ -192,18 +248,18 @@ def _gate_words(pairs: Sequence[Pair], family: Family) -> str:
     )
 
 
-def _regrets_table(title: str, pairs: Sequence[Pair], guides: Sequence[Chooser], family: Family) -> Table:
-    return _table(title, [regrets(pairs, guide, family, LATE) for guide in guides])
-
-
 def _table(title: str, listed: Sequence[Sequence[Regret]]) -> Table:
     """Each guide and what it loses, then the rivals, with each guide's regret minus theirs on the pairs that both have."""
     guides = [found[0] for found in listed]
-    rows = [[one.chooser.name, _shown(one.mean, ".1f"), str(len(one.by_pair)), *[""] * len(guides)] for one in guides]
+    rows = [[*_lost(one), *[""] * len(guides)] for one in guides]
     for place, rival in enumerate(listed[0][1:], start=1):
-        differences = [_shown(found[place].difference, "+.1f") for found in listed]
-        rows.append([rival.chooser.name, _shown(rival.mean, ".1f"), str(len(rival.by_pair)), *differences])
-    return Table([title, "regret", "pairs", *(f"{one.chooser.name}: minus this one's" for one in guides)], rows)
+        rows.append([*_lost(rival), *(_shown(found[place].difference, "+.1f") for found in listed)])
+    return Table([title, "mean", "most", "pairs", *(f"{one.chooser.name}: minus this one's" for one in guides)], rows)
+
+
+def _lost(one: Regret) -> list[str]:
+    most = f"{max(one.by_pair.values()):.1f}" if one.by_pair else "-"
+    return [one.chooser.name, _shown(one.mean, ".1f"), most, str(len(one.by_pair))]
 
 
 def _halves_words(chosen: Chooser, reported: Sequence[Regret], family: Family) -> str:

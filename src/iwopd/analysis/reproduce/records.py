@@ -10,7 +10,7 @@ and replace the file as a whole: several processes may record at the same time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from iwopd.runs.logs import json_lines
 from iwopd.runs.reading import Run
 
 Record = dict[str, Any]
-ASIDE = ("title", "seconds", "iwopd")
-"""Fields in which two records of one run may differ: who planned it, on which machine, with which version."""
+ASIDE = ("title", "seconds", "iwopd", "models")
+"""Fields in which two records of one run may differ: who planned it, on which machine, with which version. `models` names the
+weights of student and teacher, and older records do not have it: `check_models` compares what there is."""
 ORDER = ("world", "title", "lineage", "seed", "key")
 """By which lines are sorted."""
 LAPS = ("rollout", "teacher", "signal", "update")
@@ -57,6 +58,7 @@ class Records:
                 raise RecordError(_disagree(where, found[key], record))
             if key not in found:
                 found[key], places[key] = record, number
+        check_models(found.values(), str(self.path))
         return found
 
     def add(self, new: Iterable[Record]) -> int:
@@ -69,6 +71,7 @@ class Records:
                 kept = found.setdefault(record["key"], record)
                 if outcome(kept) != outcome(record):
                     raise RecordError(_disagree(f"{self.path} and a new result", kept, record))
+            check_models(found.values(), f"{self.path} with new results")
             if len(found) > before:
                 lines = (json.dumps(one, ensure_ascii=False) + "\n" for one in sorted(found.values(), key=_order))
                 write_atomic(self.path, "".join(lines))
@@ -78,6 +81,45 @@ class Records:
 def outcome(record: Mapping[str, Any]) -> Record:
     """What two records of one run must agree in."""
     return {name: value for name, value in record.items() if name not in ASIDE}
+
+
+def check_models(records: Iterable[Record], where: str) -> None:
+    """Refuse runs of one lineage that began from different models: what differs between them is not the method.
+
+    Models are told apart by their weights where records name them, else by what they did before the first update: the student's
+    accuracy, and the distance of both on the first rollouts.
+    """
+    seen: dict[str, tuple[str, Record]] = {}
+    for record in records:
+        for what, place, value in _beginnings(record):
+            known, first = seen.setdefault(place, (value, record))
+            if known != value:
+                raise RecordError(
+                    f"{where}: {record['world']} lineage {record['lineage']} began from different models: {what} {known} "
+                    f"({first.get('title')}, {first['key']}) and {value} ({record.get('title')}, {record['key']}). Another "
+                    "kind of processor or torch trains other weights from one seed: keep their results in different folders "
+                    "(--results), and compare within a folder"
+                )
+
+
+def _beginnings(record: Record) -> Iterator[tuple[str, str, str]]:
+    """What is compared (in words), among which records (as a key), and its value."""
+    settings = record.get("settings")
+    if settings is None:
+        return
+    whose = {name: value for name, value in settings.items() if name.startswith("models.")}
+    shared = {name: value for name, value in settings.items() if not name.startswith(("method.", "optim."))}
+    lineage = (record["world"], record["lineage"])
+    for model, digest in (record.get("models") or {}).items():
+        kind = [value for name, value in whose.items() if name.startswith(f"models.{model}")]
+        yield f"{model} weights", repr((model, *lineage, kind)), digest
+    members = (*lineage, record["seed"], record["problems"])
+    student = [value for name, value in whose.items() if name.startswith("models.student")]
+    evaluated = [(name, value) for name, value in settings.items() if name.startswith("eval.")]
+    if (base := record["accuracy"].get("0")) is not None:
+        yield "untrained accuracy", repr(("base", *members, student, evaluated)), f"{base:g} %"
+    if record.get("kl"):
+        yield "KL of the first step", repr(("kl", *members, sorted(shared.items()))), f"{record['kl'][0]}"
 
 
 def runs_file(folder: Path, world: str) -> Records:
@@ -143,6 +185,7 @@ def record_of(folder: Path, title: str | None = None) -> Record | None:
         "kl": [_digits(one.get("kl/sampled")) for one in run.metrics],
         "agreement": [_digits(one.get("gradient/agreement")) for one in run.metrics],
         "iwopd": str(run.about.get("iwopd", iwopd.__version__)),
+        **({"models": run.about["models"]} if "models" in run.about else {}),
     }
 
 

@@ -11,10 +11,10 @@ from typing import Literal, get_type_hints
 from iwopd.cluster.plan import rates as known
 from iwopd.cluster.plan.gpus import GPUS, Gpu, PlanError
 from iwopd.cluster.plan.horizon import CutLengths, Priced, priced
-from iwopd.cluster.plan.layout import MOST_ROWS, Layout, layouts
+from iwopd.cluster.plan.layout import MOST_ROWS, Layout, Trainer, layouts
 from iwopd.cluster.plan.rates import Rates
 from iwopd.cluster.plan.rollouts import decode_seconds, step_seconds
-from iwopd.cluster.plan.work import all_flops, forward_flops, gathered_bytes
+from iwopd.cluster.plan.work import all_flops, distribution_flops, forward_flops, gathered_bytes, reduced_bytes
 from iwopd.cluster.plan.workload import SAMPLE, Workload
 from iwopd.rollout.horizons import Drift
 
@@ -87,9 +87,16 @@ class Plan:
         return self.work.config.steps * time.total / 3600
 
 
-def make_plan(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, cut: Sequence[CutLengths] = ()) -> Plan:
+def make_plan(
+    work: Workload,
+    gpu: Gpu,
+    nodes: int,
+    gpus_per_node: int,
+    cut: Sequence[CutLengths] = (),
+    trainer: Trainer | None = None,
+) -> Plan:
     """The fastest layout that fits; where none does, the one that is nearest to it. `cut`: what a probe knows of horizons."""
-    best = _best(work, gpu, nodes, gpus_per_node)
+    best = _best(work, gpu, nodes, gpus_per_node, trainer)
     horizon = priced(work, cut)
     cases = ((known.TYPICAL, 1.0), (known.FAST, 0.5), (known.SLOW, 2.0))
 
@@ -97,8 +104,8 @@ def make_plan(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, cut: Seq
         return mean_time([step_time(_other_length(one, factor), best, rates) for one in horizon.steps])
 
     typical, fast, slow = (over_training(rates, factor) for rates, factor in cases)
-    fitting = () if best.fits else tuple(_alternatives(work, gpu, nodes, gpus_per_node))
-    nobody = _best(horizon.whole, gpu, nodes, gpus_per_node) if work.follows else best  # no cache of a teacher
+    fitting = () if best.fits else tuple(_alternatives(work, gpu, nodes, gpus_per_node, trainer))
+    nobody = _best(horizon.whole, gpu, nodes, gpus_per_node, trainer) if work.follows else best  # no cache of a teacher
     full = step_time(horizon.whole, nobody, known.TYPICAL)
     return Plan(horizon.middle, best, typical, fast, slow, fitting, horizon, full)
 
@@ -109,23 +116,28 @@ def mean_time(times: Sequence[StepTime]) -> StepTime:
     return replace(times[-1], **{name: sum(getattr(time, name) for time in times) / len(times) for name in seconds})
 
 
-def _best(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Layout:
-    found = list(layouts(work, gpu, nodes, gpus_per_node))
+def _best(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, trainer: Trainer | None) -> Layout:
+    found = list(layouts(work, gpu, nodes, gpus_per_node, trainer))
     if fitting := [layout for layout in found if layout.fits]:
         return min(fitting, key=lambda layout: step_time(work, layout, known.TYPICAL).total)
     return min(found, key=lambda layout: layout.overflow)
 
 
-def _alternatives(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Iterator[str]:
+def _alternatives(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, trainer: Trainer | None) -> Iterator[str]:
     """Changes of one thing after which it fits."""
 
     def fits(what: Gpu, how_many: int, each: int, work: Workload = work) -> bool:
         try:
-            return any(layout.fits for layout in layouts(work, what, how_many, each))
+            return any(layout.fits for layout in layouts(work, what, how_many, each, trainer))
         except PlanError:  # no split comes out even
             return False
 
-    asked = work.config.cluster.teacher_tensor_parallel
+    if trainer == "local" and nodes * gpus_per_node > 1 and not work.config.optim.shard:
+        optim = work.config.optim.model_copy(update={"shard": True})
+        sharded = replace(work, config=work.config.model_copy(update={"optim": optim}))
+        if not work.config.lora.rank and fits(gpu, nodes, gpus_per_node, sharded):
+            yield "--optim.shard true"
+    asked = work.config.cluster.teacher_tensor_parallel if trainer != "local" else gpus_per_node
     for more in (asked * 2**power for power in range(1, 4) if asked * 2**power <= gpus_per_node):
         if fits(gpu, nodes, gpus_per_node, _with_shards(work, more)):
             yield f"--cluster.teacher_tensor_parallel {more}"
@@ -154,20 +166,23 @@ def step_time(work: Workload, layout: Layout, rates: Rates) -> StepTime:
     """Seconds of one step, by stage."""
     config, gpu, student = work.config, layout.gpu, work.student
     lengths = work.lengths(min(SAMPLE, work.rollouts))
-    scale = work.rollouts / len(lengths)
-    rollout, rows, limit = _rollout(work, layout, rates)
-    teacher, waited = _teachers(work, layout, rates, lengths, scale, rows)
+    groups = [(lengths, work.own / len(lengths))]
+    if work.others:
+        groups.append((whole := work.others_lengths(min(SAMPLE, work.others)), work.others / len(whole)))
+    rollout, rows, limit = _rollout(work, layout, rates) if work.own else (0.0, 0, "")
+    rollout += _others(work, layout, rates)
+    teacher, waited = _teachers(work, layout, rates, lengths, work.own / len(lengths), rows)
     if layout.trainer == "verl":  # a rollout is scored as soon as it is written
         waited = max(waited, teacher - rollout)
-    tokens = scale * sum(work.prompt + length for length in lengths)
+    tokens = sum(scale * sum(work.prompt + length for length in found) for found, scale in groups)
     passes = math.ceil(tokens / layout.student_gpus / work.micro_batch)
     launching = passes * student.layers * rates.launch_seconds
     reached = layout.student_gpus * gpu.flops * rates.training(student)
-    forward = max(scale * all_flops(student, work.prompt, lengths) / reached, launching)
+    forward = max(sum(scale * all_flops(student, work.prompt, found) for found, scale in groups) / reached, launching)
     recompute = config.optim.gradient_checkpointing
-    computing = scale * all_flops(student, work.prompt, lengths, update=True, recompute=recompute) / reached
-    sent = gathered_bytes(student, recompute) if layout.student_gpus > 1 else 0.0
-    sending = passes * sent / (layout.student_link * rates.link)
+    trained = sum(scale * all_flops(student, work.prompt, found, update=True, recompute=recompute) for found, scale in groups)
+    computing = trained / reached + _distributions(work, layout, rates, lengths, work.own / len(lengths))
+    sending = _sent(work, layout, passes, recompute) / (layout.student_link * rates.link)
     return StepTime(
         rollout=rollout,
         teacher=teacher,
@@ -183,6 +198,40 @@ def step_time(work: Workload, layout: Layout, rates: Rates) -> StepTime:
     )
 
 
+def _sent(work: Workload, layout: Layout, passes: int, recompute: bool) -> float:
+    """Bytes through a GPU's link: weights and gradients of every micro-batch where they are sharded, else gradients only."""
+    if layout.student_gpus == 1:
+        return 0.0
+    if layout.trainer == "verl" or work.config.optim.shard:
+        return passes * gathered_bytes(work.student, recompute)
+    return work.config.optim.mini_batches * reduced_bytes(work.student)
+
+
+def _distributions(work: Workload, layout: Layout, rates: Rates, lengths: list[int], scale: float) -> float:
+    """Seconds that an objective over whole distributions adds to the update of the local trainer."""
+    if layout.trainer == "verl" or not work.config.method.made.needs_teacher_distribution:
+        return 0.0
+    again, count = work.teacher_reads_again(layout.student_gpus), max(1, len(work.scoring))
+    return sum(
+        scale
+        / count
+        * distribution_flops(teacher, work.prompt + length, length, again=again)
+        / (layout.student_gpus * layout.gpu.flops * rates.training(teacher))
+        for teacher in work.scoring.values()
+        for length in lengths
+    )
+
+
+def _others(work: Workload, layout: Layout, rates: Rates) -> float:
+    """Seconds in which the teacher writes (`rollout.mix`), with this package's sampler; answers of a data set cost nothing."""
+    if not work.others or work.config.rollout.mix.source != "teacher" or not work.scoring:
+        return 0.0
+    teacher = next(iter(work.scoring.values()))
+    mine = -(-work.others // layout.student_gpus)
+    how = {"shards": 1, "prompt": work.prompt, "most_rows": mine, "number_bytes": work.teacher_bytes}
+    return decode_seconds(teacher, layout.gpu, known.own_sampler(rates), lengths=work.others_lengths(mine), **how)
+
+
 def _has_engine(work: Workload, layout: Layout) -> bool:
     """Whether rollouts are written by another engine than the trainer's own sampler."""
     return layout.trainer == "verl" or work.writer != "sampler"
@@ -196,7 +245,7 @@ def _rollout(work: Workload, layout: Layout, rates: Rates) -> tuple[float, int, 
     if not engine:
         rates = known.own_sampler(rates)
     student, gpu, shards = work.student, layout.gpu, layout.rollout_shards
-    mine = -(-work.rollouts // layout.engines)
+    mine = -(-work.own // layout.engines)
     lengths = work.lengths(mine, everyone=work.rollouts)
     room = int(layout.cache_tokens // (work.prompt + work.written))
     rows = max(1, min(room, mine, MOST_ROWS if engine else mine))
@@ -217,7 +266,7 @@ def _looking(work: Workload, layout: Layout, rates: Rates, rows: int) -> float:
     while end < longest:
         end = horizon.next_look(end)
         looks += 1
-    together = looks * max(1.0, work.rollouts * work.written / (max(1, rows) * longest))
+    together = looks * max(1.0, work.own * work.written / (layout.student_gpus * max(1, rows) * longest))
     models = work.scoring.values()
     reading = sum(model.count.total * work.teacher_bytes for model in models) / (layout.gpu.bandwidth * rates.decode_bandwidth)
     return together * (reading + sum(model.layers for model in models) * rates.launch_seconds)
@@ -231,7 +280,7 @@ def _teachers(work: Workload, layout: Layout, rates: Rates, lengths: list[int], 
     shares = [scale / count * all_flops(teacher, work.prompt, lengths) for teacher in work.scoring.values()]
     if layout.trainer == "local":  # transformers, as in training, one after the other
         rated = zip(shares, work.scoring.values(), strict=True)
-        seconds = sum(flops / (gpu.flops * rates.training(teacher)) for flops, teacher in rated)
+        seconds = sum(flops / (layout.student_gpus * gpu.flops * rates.training(teacher)) for flops, teacher in rated)
         if work.follows:
             seconds = max(seconds, _looking(work, layout, rates, rows))
         return seconds, seconds

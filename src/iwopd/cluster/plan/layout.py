@@ -22,6 +22,7 @@ MOST_ROWS = 256
 """Rows under way in one engine (verl's default `max_num_seqs`)."""
 
 Verdict = Literal["yes", "tight", "no"]
+Trainer = Literal["verl", "local"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Need:
 class Layout:
     """A way to use the GPUs. The defaults are those of one GPU."""
 
-    trainer: Literal["verl", "local"]
+    trainer: Trainer
     gpu: Gpu
     nodes: int = 1
     gpus_per_node: int = 1
@@ -85,10 +86,10 @@ class Layout:
         return self.gpu.link if self.student_nodes == 1 else self.gpu.network
 
 
-def layouts(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int) -> Iterator[Layout]:
-    """All ways that are worth a thought."""
-    if nodes * gpus_per_node == 1:
-        yield local_layout(work, gpu)
+def layouts(work: Workload, gpu: Gpu, nodes: int, gpus_per_node: int, trainer: Trainer | None = None) -> Iterator[Layout]:
+    """All ways that are worth a thought. Without a word about the trainer, one GPU is the local one's, more are verl's."""
+    if trainer == "local" or (trainer is None and nodes * gpus_per_node == 1):
+        yield local_layout(work, gpu, nodes * gpus_per_node, nodes)
         return
     _refuse_on_verl(work)
     settings = work.config.cluster
@@ -113,8 +114,8 @@ def _refuse_on_verl(work: Workload) -> None:
     config = work.config
     if config.lora.rank:
         raise PlanError(
-            f"lora.rank is {config.lora.rank}, and on verl all weights are trained: plan it for one GPU (--gpus-per-node 1), "
-            "or with --lora.rank 0"
+            f"lora.rank is {config.lora.rank}, and on verl all weights are trained: plan it for this package's trainer "
+            "(--engine local), or with --lora.rank 0"
         )
     if config.teacher.is_student:
         raise PlanError(
@@ -130,8 +131,13 @@ def _refuse_on_verl(work: Workload) -> None:
             f"rollout.horizon.type is {config.rollout.horizon.type!r}, and on verl no teacher follows answers while they are "
             "written: plan it for one GPU (--gpus-per-node 1), or take a fixed or growing horizon"
         )
+    if config.rollout.mix.active:
+        raise PlanError(
+            "rollout.mix is set, and verl trains on what the student itself wrote: plan it for this package's trainer "
+            "(--engine local), or leave it out"
+        )
     try:
-        carried(config.method)
+        carried(config.method, rewarded=config.reward.checker is not None)
     except VerlError as error:
         raise PlanError(f"{error}, or plan for one GPU (--gpus-per-node 1)") from None
 
@@ -263,7 +269,7 @@ def _teacher_need(work: Workload, name: str, teacher: ModelShape, gpu: Gpu, shar
     return Need(name, total, gpu.memory, parts, remedy, ENGINE_MARGIN)
 
 
-def local_layout(work: Workload, gpu: Gpu, ranks: int = 1) -> Layout:
+def local_layout(work: Workload, gpu: Gpu, ranks: int = 1, nodes: int = 1) -> Layout:
     """This package's trainer, a process on each of `ranks` GPUs: student and teachers together, unless these are elsewhere."""
     memory = work.on_one_device(memory=gpu.memory, ranks=ranks)
     writer = memory.writer
@@ -272,14 +278,25 @@ def local_layout(work: Workload, gpu: Gpu, ranks: int = 1) -> Layout:
     # The sampler's cache takes half of what is free, an engine's what is left of its share.
     cache = writer.cache if work.writer == "engine" else free / 2 / CACHE_SLACK
     token = work.student.cache_elements * work.writing_bytes("local")
+    shard = "set optim.shard = true, " if ranks > 1 and not work.config.optim.shard and not work.config.lora.rank else ""
     remedy = (
-        "train an adapter (--lora.rank 16, with --lora.quantize 4bit if need be), put the teacher behind a server "
+        f"{shard}train an adapter (--lora.rank 16, with --lora.quantize 4bit if need be), put the teacher behind a server "
         "(teacher.urls), lower optim.token_budget or rollout.max_tokens, or use more GPUs (--gpus-per-node)"
     )
-    needs = (Need("the GPU", memory.total, gpu.memory, memory.parts, remedy),)
+    needs = (Need("the GPU" if ranks == 1 else "each GPU", memory.total, gpu.memory, memory.parts, remedy),)
     cached = cache / token
     if followed:  # the teacher's cache, which is asked for room first
         cached = min(cached, FOLLOWED_SHARE * free / work.followed_token)
     cached = max(cached, float(work.longest))
     share = (free + writer.working + writer.weights) / gpu.memory
-    return Layout(trainer="local", gpu=gpu, gpus_per_node=ranks, needs=needs, cache_tokens=cached, largest_share=share)
+    return Layout(
+        trainer="local",
+        gpu=gpu,
+        nodes=nodes,
+        gpus_per_node=ranks // nodes,
+        student_gpus=ranks,
+        student_nodes=nodes,
+        needs=needs,
+        cache_tokens=cached,
+        largest_share=share,
+    )

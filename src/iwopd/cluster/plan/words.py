@@ -54,6 +54,7 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
         ],
         "step": {
             "rollouts": work.rollouts,
+            "answers_of_others": work.others,
             "mean_prompt_tokens": work.prompt,
             "mean_response_tokens": work.written,
             "response_tokens_assumed": work.answer_assumed,
@@ -103,7 +104,9 @@ def _head(plan: Plan) -> Iterator[str]:
     if work.config.teacher.has_servers:
         yield "teacher   behind servers, which are not counted"
     if layout.trainer == "local":
-        yield "trainer   this package's trainer on one GPU, one stage after the other"
+        ranks, shard = layout.student_gpus, ", weights, gradients and moments sharded" if work.config.optim.shard else ""
+        where = "one GPU" if ranks == 1 else f"{ranks} GPUs, a process on each (torchrun){shard}"
+        yield f"trainer   this package's trainer on {where}, one stage after the other"
         return
     count = len(work.teachers)
     yield (
@@ -142,6 +145,12 @@ def _time(plan: Plan) -> Iterator[str]:
         f"step      {work.rollouts} rollouts, mean answer {work.written:.0f} of at most {most} tokens ({about}), "
         f"mean prompt {work.prompt} (assumed): {_count(work.rollouts * work.written)} answer tokens"
     )
+    if work.others:
+        author = "the teacher writes" if work.config.rollout.mix.source == "teacher" else "the data set brings"
+        yield (
+            f"mix       of a step's {work.config.rollout.prompts_per_step} prompts {author} the answers to {work.others} "
+            "(mean over training; as long as the student's, an assumption)"
+        )
     if plan.horizon.words:
         yield f"horizon   {work.config.rollout.horizon.type}: {plan.horizon.words}"
     yield f"{'stage':<24}{'seconds':>8}  {'low - high':<17}{'share':>6}"

@@ -37,6 +37,19 @@ def all_flops(
     return sum(forward_flops(model, prompt + answer, answer) for answer in answers)
 
 
+def distribution_flops(teacher: ModelShape, tokens: int, scored: int, *, again: bool, causal: bool = True) -> float:
+    """What whole distributions add to the update of one sequence: the teacher's logits of the scored tokens.
+
+    again: its hidden states were not kept, so it reads the sequence once more.
+    """
+    return 2 * teacher.count.head * scored + (forward_flops(teacher, tokens, 0, causal=causal) if again else 0.0)
+
+
+def reduced_bytes(model: ModelShape) -> float:
+    """What passes each GPU's link once an update where weights are not sharded: a ring's sum of float32 gradients."""
+    return 2 * 4 * model.count.total
+
+
 def decode_flops(model: ModelShape, rows: int, context: float) -> float:
     """One decoding step of `rows` rows whose contexts add up to `context` tokens."""
     return 2 * (model.count.active + model.count.head) * rows + 4 * model.layers * model.attention_width * context

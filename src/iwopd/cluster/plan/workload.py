@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from iwopd.cluster.plan.gpus import PlanError
 from iwopd.cluster.plan.public_models import read_model
@@ -44,6 +44,27 @@ class Workload(RunShape):
     @property
     def rollouts(self) -> int:
         return super().rollouts if self.asked is None else self.asked
+
+    @property
+    def others_share(self) -> float:
+        """Of the prompts of a step, those that others answer (`rollout.mix`): the mean over training."""
+        mix, steps = self.config.rollout.mix, self.config.steps
+        first = steps if mix.steps is None else min(mix.steps, steps)
+        return (mix.share * first + mix.afterwards * (steps - first)) / steps
+
+    @property
+    def own(self) -> int:
+        """Rollouts of a step that the student writes."""
+        return round(self.rollouts * (1 - self.others_share))
+
+    @property
+    def others(self) -> int:
+        """Answers of a step that others wrote: one for a prompt."""
+        return round(self.rollouts / self.config.rollout.samples * self.others_share)
+
+    def others_lengths(self, count: int) -> list[int]:
+        """Taken to be as long as the student's to the end: nobody says, and no horizon cuts them."""
+        return replace(self, limit=None, quantiles=()).lengths(count)
 
     @property
     def written(self) -> float:

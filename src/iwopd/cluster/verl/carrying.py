@@ -23,6 +23,8 @@ EVIDENCE = frozenset(
     {"mask", "gap", "old_logprobs", "teacher_logprobs", "reference_logprobs", "student_entropy", "progress", WEIGHTS}
 )
 """What formulas can ask for where the teacher scores the written tokens."""
+REWARDED = EVIDENCE | {"correct", "prompt"}
+"""The same where a checker judges the answers (`[reward]`)."""
 EVIDENCE_WITHOUT_GAP = EVIDENCE - {"gap", "teacher_logprobs"}
 """What weight rules can ask for where it sends its likeliest ids."""
 
@@ -38,8 +40,8 @@ LIMITS: dict[str, tuple[str, str]] = {
 """Settings of a divergence: the one value that verl can carry, and why no other."""
 
 
-def carried(method: Method) -> Carried:
-    """The objective, if verl can carry it; else why not."""
+def carried(method: Method, *, rewarded: bool = False) -> Carried:
+    """The objective, if verl can carry it; else why not. `rewarded`: a checker judges the answers."""
     objective = method.made
     if objective.name not in CARRIED or not isinstance(objective, Carried):
         raise VerlError(
@@ -49,7 +51,7 @@ def carried(method: Method) -> Carried:
     if isinstance(objective, Divergence):
         _check_divergence(objective)
     else:
-        _check_policy_gradient(objective)
+        _check_policy_gradient(objective, rewarded=rewarded)
     return objective
 
 
@@ -66,15 +68,15 @@ def _check_divergence(objective: Divergence) -> None:
         )
 
 
-def _check_policy_gradient(objective: PolicyGradient) -> None:
-    if missing := sorted(objective.needs - EVIDENCE):
+def _check_policy_gradient(objective: PolicyGradient, *, rewarded: bool) -> None:
+    if missing := sorted(objective.needs - (REWARDED if rewarded else EVIDENCE)):
         raise VerlError(
             f"the method ({objective.who}) needs {', '.join(missing)}, and verl's distillation knows only log-probs of the "
-            f"written tokens, of student, teacher and reference, and the student's entropy: choose another rule or advantage, "
-            f"{_ELSE}"
+            f"written tokens, of student, teacher and reference, the student's entropy, and verdicts with [reward]: choose "
+            f"another rule or advantage, {_ELSE}"
         )
-    if why := objective.needs_reward:
-        raise VerlError(f"{why} trains on a task reward alone, which the launcher does not carry: use the local engine")
+    if (why := objective.needs_reward) and not rewarded:
+        raise VerlError(f"{why} trains on a task reward alone, and nobody judges: set reward.checker")
     for name in ("kl_coef", "entropy_coef"):
         if value := getattr(objective, name):
             raise VerlError(
@@ -88,12 +90,13 @@ def gap_is_known(objective: Objective) -> bool:
     return not isinstance(objective, Divergence)
 
 
-def carried_names(registry: Registry[Any]) -> list[str]:
+def carried_names(registry: Registry[Any], *, rewarded: bool = False) -> list[str]:
     """Weight rules or advantages that get all their evidence where the teacher scores the written tokens."""
+    known = REWARDED if rewarded else EVIDENCE
     found = []
     for name in registry:
         try:
-            if EVIDENCE.issuperset(registry[name].needs):
+            if known.issuperset(registry[name].needs):
                 found.append(name)
         except (ImportError, TypeError):  # of a package that does not load: said to whom chooses it
             continue

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ from iwopd.cluster.verl import params
 from iwopd.cluster.verl.carrying import carried
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.fields import FIELDS, PROMPT_OF_ITS_OWN
+from iwopd.cluster.verl.job import STAND_IN
 from iwopd.cluster.verl.pools import Pools, pools
-from iwopd.cluster.verl.translate import DEFAULT_TEACHER, places, prompt_tokens, response_tokens, translate
+from iwopd.cluster.verl.translate import DEFAULT_TEACHER, model_path, places, prompt_tokens, response_tokens, translate
+from iwopd.cluster.verl.wiring import check_wiring
 from iwopd.config import Config, flatten
 from iwopd.config.engines import STUDENT
-from iwopd.models import ModelSource
+from iwopd.eval.answers import special_tags
+from iwopd.eval.checkers import prompt_checker
+from iwopd.models import ModelSource, load_configs
 from iwopd.train.doctor import Finding
 from iwopd.train.doctor.case import open_case
 from iwopd.train.doctor.chat import check_rendering, check_template
@@ -24,6 +29,8 @@ from iwopd.train.doctor.data import check_data
 from iwopd.train.doctor.identity import check_files, check_rows, check_special_tokens, check_vocabularies
 from iwopd.train.doctor.lengths import check_context
 from iwopd.train.horizon import horizon_refuses
+from iwopd.train.reward import Unjudged, reward_refuses
+from iwopd.types import Prompt
 from iwopd.vocabulary import check_same_tokenizer
 
 TUNABLE = (
@@ -41,11 +48,11 @@ TUNABLE = (
 def check_settings(config: Config) -> None:
     """Everything that the settings alone tell; one line per fault."""
     faults = [*_refused(config), *_teachers(config)]
-    faults += [f"{refused.message}: {refused.remedy}" for refused in horizon_refuses(config)]
+    faults += [f"{one.message}: {one.remedy}" for one in (*horizon_refuses(config), *reward_refuses(config))]
     try:
         faults += _sizes(config, pools(config))
         if not faults:
-            carried(config.method)
+            carried(config.method, rewarded=config.reward.checker is not None)
             faults += _own_overrides(config)
     except VerlError as error:
         faults.append(str(error))
@@ -78,6 +85,23 @@ def examine(config: Config, folder: Path) -> Iterator[Finding]:
     configs = {member.name: member.config for member in case.members.values() if member.config is not None}
     if configs and not case.data_problem:
         yield from check_context(case, configs)
+
+
+def check_tokenizer(config: Config, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
+    """What verl does with the student's tokenizer, and a checker with the prompts, works."""
+    student = model_path(config, "student")
+    if not (config.models.world is not None and os.environ.get(STAND_IN)):  # tests replace the agent loop's part for worlds
+        found, _ = load_configs(student, trust_remote_code=config.models.trust_remote_code)
+        check_wiring(getattr(found, "model_type", None), tokenizer, student)
+    if (name := config.reward.checker) is None:
+        return
+    for refused in Unjudged.find(prompt_checker(name), name, prompts).refuse():
+        raise VerlError(f"{refused.message}: {refused.remedy}")
+    if tags := special_tags(tokenizer):
+        raise VerlError(
+            f"reward.checker is {name!r}, and {min(tags.values())} is a special token of the student's tokenizer: verl's "
+            "reward workers get answers without special tokens, and the checker looks for it; use the local engine"
+        )
 
 
 def check_other_teachers(config: Config, tokenizer: Any) -> None:

@@ -1,7 +1,8 @@
 """verl's checkpoints: which are complete, and how they become plain Hugging Face folders in the run directory.
 
     <checkpoints>/global_step_10/actor/model_world_size_8_rank_0.pt ...   what verl resumes from
-                  global_step_10/actor/huggingface/                       weights, config and tokenizer (cluster.save_hf)
+                  global_step_10/actor/huggingface/                       weights, config and tokenizer (cluster.save_hf); of
+                                                                          an adapter there are shards alone
                   global_step_10/data.pt                                  position in the prompts
                   latest_checkpointed_iteration.txt                       written last
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from iwopd.adapters import adapter_settings
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.translate import model_path
 from iwopd.config import Config
@@ -30,6 +32,7 @@ from iwopd.models import load_tokenizer
 from iwopd.runs.directory import RunDirectory
 from iwopd.train.card import model_card
 from iwopd.train.checkpoint import CheckpointStore
+from iwopd.train.checkpoint_state import BASE
 
 _STEP = re.compile(r"global_step_(\d+)")
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -67,8 +70,9 @@ def check_ranks(checkpoint: Path, ranks: int) -> None:
     saved = _ranks(checkpoint)
     if saved is not None and saved != ranks:
         raise VerlError(
-            f"{checkpoint} was saved by {saved} student GPUs, and now there are {ranks}: resume with the same number "
-            "(cluster.nodes, gpus_per_node, teacher_gpus)"
+            f"{checkpoint} was saved by {saved} student GPUs, and now there are {ranks}: resume with {saved}, on however many "
+            "machines (--nodes, --gpus-per-node, --cluster.teacher-gpus), or start a new run from the weights alone: "
+            "--models.student RUN/checkpoints/step-N/model and another --out"
         )
 
 
@@ -81,7 +85,8 @@ def adopt(config: Config, run: RunDirectory, checkpoints: Path) -> list[int]:
     for step, path in missing[-config.checkpoint.keep :]:
         with tempfile.TemporaryDirectory(dir=run.path, prefix=".tmp-convert-") as scratch:
             try:
-                model = _plain_folder(config, path / "actor", Path(scratch) / "model")
+                make = _adapter_folder if config.lora.rank else _plain_folder
+                model = make(config, path / "actor", Path(scratch) / "model")
             except (FileNotFoundError, shutil.Error):  # verl has just deleted it in favour of a newer one
                 continue
             (model / "README.md").write_text(model_card(config, run, step), encoding="utf-8")
@@ -119,14 +124,36 @@ def _plain_folder(config: Config, actor: Path, target: Path) -> Path:
     else:
         _merge(actor, target)
     _name_dtype(target)
+    _save_tokenizer(config, target)
+    return target
+
+
+def _adapter_folder(config: Config, actor: Path, target: Path) -> Path:
+    """The adapter alone, as the local engine saves it."""
+    target.mkdir()
+    file = target / "adapter_model.safetensors"
+    _run("iwopd.cluster.verl.adapter_shards", str(actor), str(file), what=f"the adapter of {actor}")
+    with safe_open(file, framework="pt") as found:
+        names = list(found.keys())
+    settings = adapter_settings(config.lora.rank, config.lora.alpha, sorted({name.split(".")[-3] for name in names}))
+    settings.base_model_name_or_path = model_path(config, "student")
+    settings.inference_mode = True
+    settings.save_pretrained(str(target))
+    # Nobody loads the frozen weights here; the run's settings say whose they are.
+    (target / BASE).write_text(json.dumps({"fingerprint": None}), encoding="utf-8")
+    _save_tokenizer(config, target)
+    return target
+
+
+def _save_tokenizer(config: Config, target: Path) -> None:
+    """The student's own, in place of verl's."""
     try:
         tokenizer = load_tokenizer(model_path(config, "student"), trust_remote_code=config.models.trust_remote_code)
     except UserError:  # no longer available: keep verl's
-        return target
+        return
     for name in TOKENIZER_FILES:
         (target / name).unlink(missing_ok=True)
     tokenizer.save_pretrained(target)
-    return target
 
 
 def _name_dtype(folder: Path) -> None:
@@ -151,9 +178,13 @@ def _link(source: str, target: str) -> None:
 
 def _merge(actor: Path, target: Path) -> None:
     """Run verl's own merger in a separate process: shards are pickles, which we do not open. It writes bfloat16."""
-    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-    command += ["--local_dir", str(actor), "--target_dir", str(target)]
+    merge = ("merge", "--backend", "fsdp", "--local_dir", str(actor), "--target_dir", str(target))
+    _run("verl.model_merger", *merge, what=f"a plain folder of {actor}")
+
+
+def _run(module: str, *arguments: str, what: str) -> None:
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if done.returncode:
         words = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise VerlError(f"verl's merger could not make a plain folder of {actor} (exit code {done.returncode}):\n{words}")
+        raise VerlError(f"{module} could not make {what} (exit code {done.returncode}):\n{words}")

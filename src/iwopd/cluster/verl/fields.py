@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from iwopd.algo.objectives import Divergence
 from iwopd.cluster.verl.carrying import CARRIED, LIMITS
-from iwopd.config import Config, MixSettings, Reward
+from iwopd.config import Config, MixSettings
 from iwopd.config.engines import AUTO, STUDENT
 from iwopd.rollout.settings import ServerSettings
 from iwopd.train.chats import eval_rendering, student_rendering
@@ -58,8 +58,7 @@ _REVISION = "verl loads no revisions: download it (hf download ID --revision REV
 _SERVER = "verl starts the teacher's servers itself, on cluster.teacher_gpus: leave it out"
 _SERVER_SETTING = "of teacher servers elsewhere; verl starts its own"
 _ROLLOUT_SERVER = "of a rollout server elsewhere; verl starts its own"
-_LORA = "of an adapter, and lora.rank must be 0"
-_REWARD = "the launcher carries no task reward: leave [reward] out, or use the local engine"
+_JUDGE = "reward.custom_reward_function.reward_kwargs"
 _ALONE = "when it trains on the teacher alone: set it to 0, or use the local engine"
 
 _MIX = "verl trains on what the student itself wrote: leave [rollout.mix] out, or use the local engine"
@@ -98,18 +97,24 @@ FIELDS: dict[str, Treatment] = {
         "none", "verl's teacher is an engine of its own: set it to 'none', or use the local engine"
     ),
     "models.trust_remote_code": _mapped("actor_rollout_ref.model.trust_remote_code, data.trust_remote_code"),
-    "lora.rank": _only(0, "the launcher trains all weights: set it to 0, or train the adapter with the local engine"),
-    "lora.alpha": _unused(_LORA),
-    "lora.targets": _unused(_LORA),
-    "lora.quantize": _only("none", "the launcher trains all weights: set it to 'none', or use the local engine"),
+    "lora.rank": Treatment(
+        "mapped",
+        f"actor_rollout_ref.model.lora_rank, {_ROLLOUT}.load_format, {_ACTOR}.checkpoint.save_lora_only; vLLM takes up to 512",
+        lambda rank, config: rank <= 512 or config.cluster.backend != "vllm",
+    ),
+    "lora.alpha": Treatment(
+        "mapped",
+        "actor_rollout_ref.model.lora_alpha, which is a whole number",
+        lambda alpha, config: float(alpha).is_integer() or not config.lora.rank,
+    ),
+    "lora.targets": _mapped("actor_rollout_ref.model.target_modules"),
+    "lora.quantize": _only("none", "verl shards the frozen weights as they are: set it to 'none', or use the local engine"),
     # --- data -------------------------------------------------------------------------------------------------------
     "data.prompts": Treatment("data", "verl/train.parquet in the run directory"),
     "data.sets": Treatment("data", "verl/train.parquet in the run directory"),
     "data.train_size": Treatment("data", "verl/train.parquet in the run directory"),
     "data.max_prompt_tokens": _mapped("data.max_prompt_length"),
-    "data.chat_template": _only(
-        None, "verl renders with the student's tokenizer: save that with the template, beside the weights, and leave this out"
-    ),
+    "data.chat_template": _mapped("actor_rollout_ref.model.tokenizer_path: the student's tokenizer with it, in verl/tokenizer"),
     "data.chat_template_kwargs": _mapped("data.apply_chat_template_kwargs"),
     "data.prefill": _only("", "verl's prompts end where the chat template ends: put it into the tokenizer's template"),
     # --- method: see params.py ----------------------------------------------------------------------------------------
@@ -132,7 +137,16 @@ FIELDS: dict[str, Treatment] = {
     "method.k": _mapped(f"{_LOSS}.topk; the teacher's prompt_logprobs"),
     "method.beta": _only(_not_of_a_divergence, "of 'jsd', which verl does not carry"),
     "method.alpha": _only(_not_of_a_divergence, f"of skewed KLs, which verl does not carry; of 'log-mix' {_LOSS}.iwopd.alpha"),
-    **{f"reward.{name}": _only(info.default, _REWARD) for name, info in Reward.model_fields.items()},
+    "reward.checker": Treatment(
+        "mapped",
+        f"reward.custom_reward_function, {_JUDGE}.checker, {_LOSS}.iwopd.reward; with whole answers: verl does not say which "
+        "ones a horizon ended, so leave [rollout.horizon] out, or use the local engine",
+        lambda checker, config: checker is None or config.rollout.horizon.type == "full",
+    ),
+    "reward.coefficient": _mapped(f"{_LOSS}.iwopd.reward.coefficient"),
+    "reward.normalize": _mapped(f"{_LOSS}.iwopd.reward.normalize"),
+    "reward.timeout": _mapped(f"{_JUDGE}.timeout"),
+    "reward.workers": _mapped(f"{_JUDGE}.workers: of each of verl's reward workers (reward.num_workers)"),
     # --- rollouts ---------------------------------------------------------------------------------------------------
     "rollout.engine": _only(
         lambda engine, config: engine in ("local", "vllm"),
@@ -164,7 +178,7 @@ FIELDS: dict[str, Treatment] = {
     "rollout.stop_tokens": _only([], "verl stops where generation_config.json says: add the ids to its eos_token_id"),
     "rollout.truncated": _only("keep", "verl trains on answers that were cut off: set it to 'keep', or use the local engine"),
     "rollout.thinking": _only("keep", "verl trains on whole answers: set it to 'keep', or use the local engine"),
-    "rollout.mismatch_limit": _only(None, "a verl job is not ended for it: leave it out and watch correction/* in the metrics"),
+    "rollout.mismatch_limit": _mapped(f"{_LOSS}.iwopd.mismatch_limit"),
     "rollout.overlap": _unused("verl's teacher scores every answer as soon as it is written"),
     "engine.vllm.dtype": _mapped(f"{_ROLLOUT}.dtype"),
     "engine.vllm.max_model_len": _mapped(f"{_ROLLOUT}.max_model_len"),
@@ -216,7 +230,7 @@ FIELDS: dict[str, Treatment] = {
     "ema.device": _unused("of the student's moving average, which verl does not keep"),
     "teacher.urls": _only([], _SERVER),
     "teacher.name": _only(None, _SERVER),
-    "teacher.dialect": _unused(_SERVER_SETTING),
+    "teacher.dialect": _only("vllm", _SERVER),
     "teacher.api_key_env": _only(None, _SERVER),
     "teacher.max_in_flight": _unused(_SERVER_SETTING),
     "teacher.tokens_per_request": _unused(_SERVER_SETTING),

@@ -7,40 +7,83 @@ progress or another denominator; the worker's loss then reads the column. The de
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from iwopd.algo.correction import rollout_mismatch
 from iwopd.algo.evidence import Evidence
 from iwopd.algo.logprobs import floor_logprobs
 from iwopd.algo.objectives import Divergence, TrainingSignal
+from iwopd.algo.rewards import spread_over_tokens
 from iwopd.cluster.verl.carrying import Carried, gap_is_known
+from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.losses import batch_evidence, padded, signal_column
 from iwopd.cluster.verl.params import Settings
+from iwopd.cluster.verl.reward import read_verdict
+from iwopd.train.checking import Judged
 from iwopd.train.metrics import mean, signal_metrics
+from iwopd.train.reward import StepRewards
+
+JUDGED = ("uid", "extra_fields")
+"""verl's columns of which prompt a rollout answers, and of what the checker said."""
+LEFT_OUT = ("time/reward",)
+"""Answers are judged while others are written: nobody waits for it alone."""
+
+
+class Verdicts(NamedTuple):
+    """What the checker said of the rollouts of a batch."""
+
+    judged: Sequence[Judged]
+    groups: Tensor
+    """[B] integers: which rollouts answer the same prompt."""
+
+    @classmethod
+    def of(cls, data: Any) -> Verdicts:
+        """What verl's reward workers said, taken out of the batch (`JUDGED`)."""
+        judged = [read_verdict(extra) for extra in data.pop("extra_fields").tolist()]
+        numbers: dict[str, int] = {}
+        groups = [numbers.setdefault(uid, len(numbers)) for uid in data.pop("uid").tolist()]
+        return cls(judged, torch.tensor(groups))
+
+    @property
+    def failures(self) -> list[str]:
+        """Why there is no verdict, where there is none."""
+        return [one.failure for one in self.judged if one.failure]
 
 
 def before_the_split(
-    data: Any, settings: Settings, progress: float, reward_advantages: Tensor | None = None
+    data: Any, settings: Settings, progress: float, verdicts: Verdicts | None = None
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """New columns of a whole batch, ragged like its `response_mask`, and metrics by name.
 
-    `reward_advantages` [B, T] is what a task reward adds to the weighted advantages; None: nothing.
+    `verdicts`: where the settings have a reward.
     """
     from verl.workers.utils.padding import response_to_nested
 
     objective = settings.objective
-    evidence = replace(batch_evidence(data, objective, progress), reward_advantages=reward_advantages)
+    evidence, rewards = batch_evidence(data, objective, progress), None
+    if settings.reward is not None:
+        if verdicts is None:
+            raise VerlError(f"reward.checker is {settings.reward.checker!r}, but the batch came without verdicts")
+        rewards = StepRewards.of(settings.reward, evidence, *verdicts)
+        groups = spread_over_tokens(verdicts.groups.to(evidence.old_logprobs.dtype), evidence.mask)
+        evidence = replace(rewards.evidence, prompt=groups)
     signal = objective.signal(evidence)
     columns = {}
-    if objective.needs_whole_batch or reward_advantages is not None:
+    if objective.needs_whole_batch or rewards is not None:
         mask = data["response_mask"]
         columns[signal_column(objective)] = response_to_nested(_factors(objective, evidence, signal), mask)
         if objective.rule.supervised is not None:
             columns["loss_mask"] = response_to_nested(signal.supervised.to(mask.dtype), mask)
-    return columns, _metrics(objective, evidence, signal, progress) | _noise(data, evidence)
+    numbers = _metrics(objective, evidence, signal, progress) | _noise(data, evidence)
+    if rewards is not None:
+        measured = rewards.metrics(signal if gap_is_known(objective) else None)
+        numbers |= {f"iwopd/{name}": float(value) for name, value in measured.items() if name not in LEFT_OUT}
+    return columns, numbers
 
 
 def _factors(objective: Carried, evidence: Evidence, signal: TrainingSignal) -> Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from iwopd.cluster.verl.errors import VerlError
 from iwopd.cluster.verl.params import literal
+from iwopd.cluster.verl.stops import METRICS_PATH
 from iwopd.cluster.verl.translate import Places, environment_overrides, translate
 from iwopd.config import Config
 
@@ -39,12 +40,14 @@ print(json.dumps([node["Resources"].get("GPU", 0) for node in ray.nodes() if nod
 """
 
 
-def command(config: Config, where: Places, address: str, resume: Path | None = None) -> tuple[list[str], dict[str, str]]:
+def command(
+    config: Config, where: Places, address: str, resume: Path | None = None, *, evaluate_first: bool = False
+) -> tuple[list[str], dict[str, str]]:
     """Arguments for Python, and environment variables."""
-    variables = {"VERL_FILE_LOGGER_PATH": str(where.metrics)}
+    variables = {METRICS_PATH: str(where.metrics)}
     overrides = [
         f"hydra.run.dir={literal(str(where.folder / 'hydra'))}",
-        *translate(config, where, resume),
+        *translate(config, where, resume, evaluate_first=evaluate_first),
         *environment_overrides(variables),
     ]
     if stand_in := os.environ.get(STAND_IN):
@@ -130,9 +133,9 @@ class VerlJob:
         return self.process.poll()
 
     def end(self) -> None:
-        """Terminate the driver, which makes Ray end the job's workers; then kill what is left."""
+        """Interrupt the driver, which makes Ray end the job's workers; then kill what is left. (SIGTERM would make it save.)"""
         if self.process.poll() is None:
-            self.process.terminate()
+            self.process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE)
         with suppress(ProcessLookupError):

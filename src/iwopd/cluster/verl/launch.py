@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import signal as os_signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from types import FrameType
+from signal import Signals
 
-from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, examine
+from iwopd.cluster.verl.checks import check_installed, check_other_teachers, check_settings, check_tokenizer, examine
 from iwopd.cluster.verl.convert import adopt, check_ranks, full_disk, newest
 from iwopd.cluster.verl.evaluation import Validations, evaluated_tasks
 from iwopd.cluster.verl.job import LOCAL, RUNNING, VerlJob, check_size, command, ray_address, shown
-from iwopd.cluster.verl.metrics import MetricsFile, noise_warning, step_stats
+from iwopd.cluster.verl.metrics import MetricsFile, noise_warning, reward_warning, step_stats
 from iwopd.cluster.verl.pools import pools
 from iwopd.cluster.verl.prompts import load_order, write_prompts
-from iwopd.cluster.verl.translate import Places, places
+from iwopd.cluster.verl.shared import check_shared
+from iwopd.cluster.verl.stops import Received, StopAskedError, StopFile, received_signals
+from iwopd.cluster.verl.translate import Places, evaluates, model_paths, places
 from iwopd.config import Config
 from iwopd.filesystem import write_atomic
 from iwopd.runs.directory import RunDirectory
@@ -83,9 +84,12 @@ def run_on_verl(
     open_world(config, progress)  # verl finds the models there
     order, tokenizer = load_order(config, messages.append)
     check_support(config, len(tokenizer))
+    check_tokenizer(config, tokenizer, order.prompts)
     if doctor:
         check_other_teachers(config, tokenizer)
     tasks = evaluated_tasks(config, tokenizer)
+    if address != LOCAL:
+        check_shared(address, [folder.absolute(), places(config, folder).checkpoints], model_paths(config))
     with run.owned(messages.append):
         where = places(config, folder, _launches(folder) + 1)
         data = order.fingerprint()
@@ -99,13 +103,15 @@ def run_on_verl(
                 return done[0]
             write_prompts(config, order, tokenizer, where, tasks)
             keep_examples(folder, config, tokenizer, order.prompts)
-            arguments, variables = command(config, where, address, done[1] if done else None)
+            owed = done is not None and _evaluation_is_owed(config, run, done[0])
+            arguments, variables = command(config, where, address, done[1] if done else None, evaluate_first=owed)
             write_atomic(where.folder / "command.sh", shown(arguments, variables) + "\n")
             log = where.folder / where.metrics.name.replace("metrics", "log").replace(".jsonl", ".txt")
             if done:
                 tracker.say(f"resuming {folder} after step {done[0]}")
             tracker.say(f"starting verl ({'a Ray of its own' if address == LOCAL else f'Ray at {address}'}); its output: {log}")
-            with _signals() as received:
+            StopFile(where.metrics).clear()
+            with received_signals() as received:
                 answers = Validations(tasks, where.validation)
                 job = VerlJob(arguments, variables, log, run.shared_lock)
                 return _follow(config, run, where, job, tracker, answers, received, max(0, last))
@@ -134,6 +140,12 @@ def _prepare(
     return found
 
 
+def _evaluation_is_owed(config: Config, run: RunDirectory, step: int) -> bool:
+    """Whether the job ended between the checkpoint of this step and its evaluation."""
+    due = evaluates(config) and step % config.eval.every == 0
+    return due and all(record["step"] != step for record in run.read("evals.jsonl"))
+
+
 def _follow(
     config: Config,
     run: RunDirectory,
@@ -141,21 +153,23 @@ def _follow(
     job: VerlJob,
     tracker: Tracker,
     answers: Validations,
-    received: list[int],
+    received: Received,
     done: int,
 ) -> int:
     """Follow the job until it ends or must be ended; record its metrics, evaluations and checkpoints."""
     metrics, last = MetricsFile(where.metrics), time.monotonic()
-    step, saved, warned = done, done, False
+    stop = StopFile(where.metrics)
+    step, saved, warnings = done, done, [noise_warning, reward_warning]
     try:
         while True:
             code = job.exit_code  # before reading, so that its last lines are read
             for step, numbers in metrics.new():
                 stats = step_stats(config, step, numbers)
                 tracker.step(stats)
-                if not warned and (warning := noise_warning(config, stats)) is not None:
-                    tracker.say(warning)
-                    warned = True
+                for find in list(warnings):
+                    if (warning := find(config, stats)) is not None:
+                        tracker.say(warning)
+                        warnings.remove(find)  # each is said once
                 last = time.monotonic()
             answers.look(step)
             for evaluation in answers.finished(wait=code is not None):
@@ -165,10 +179,15 @@ def _follow(
                 for number in answers.missing():
                     tracker.say(f"step {number}: answers are missing in {where.validation}, so its evaluation is left out")
                 break
-            if received:
+            if received.first and (received.again or not stop.training_began):
                 job.end()
-                name = os_signal.Signals(received[0]).name
-                raise TrainingStoppedError(f"stopped by {name} after step {step}. {_resume(saved)}", 128 + received[0])
+                saved = max([saved, *adopt(config, run, where.checkpoints)])
+                raise _stopped(received.first, step, saved)
+            if received.first and not stop.asked():
+                stop.ask(received.first.name)
+                tracker.say(
+                    f"{received.first.name}: the job saves its newest finished step and ends; a second signal ends it at once"
+                )
             if time.monotonic() - last > config.cluster.patience:
                 raise TrainingStoppedError(
                     f"no step was finished in {config.cluster.patience:g} s (cluster.patience) after step {step}, so the job "
@@ -179,11 +198,17 @@ def _follow(
     finally:
         job.end()
         answers.close()
+    if code == StopAskedError.exit_code:
+        raise _stopped(received.first or Signals.SIGTERM, step, saved)
     if code or step < config.steps:
         why = (job.last_words() or f"exit code {code}") + full_disk(where.checkpoints)
         message = f"verl's job ended after step {step}: {why}\nAll of it: {job.log}. {_resume(saved)}"
         raise TrainingStoppedError(message, 2 if code == 2 else 1)  # 2: the user can correct it
     return step
+
+
+def _stopped(number: Signals, step: int, saved: int) -> TrainingStoppedError:
+    return TrainingStoppedError(f"stopped by {number.name} after step {step}. {_resume(saved)}", 128 + number)
 
 
 def _resume(saved: int) -> str:
@@ -194,19 +219,3 @@ def _resume(saved: int) -> str:
 
 def _launches(folder: Path) -> int:
     return len(list((folder / "verl").glob("log-*.txt")))
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    before = {number: os_signal.signal(number, note) for number in (os_signal.SIGTERM, os_signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            os_signal.signal(number, handler)

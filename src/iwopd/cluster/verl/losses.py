@@ -48,6 +48,11 @@ def make_loss(name: str) -> Loss:
             )
         pad_rollout_weights(data)
         objective = settings.objective
+        if settings.reward is not None and signal_column(objective) not in data:
+            raise VerlError(
+                "[reward] is added to the advantages before the batch is split, and this batch has no column of them: start "
+                "the job with `iwopd train --engine verl` or `python -m iwopd.cluster.verl.main`"
+            )
         factors, metrics = _factors(data, objective)
         if isinstance(objective, Divergence):
             return factors * forward_kl(model_output, data), metrics

@@ -1,8 +1,8 @@
 """The program that trains on verl: `python -m iwopd.cluster.verl.main [Hydra overrides]`.
 
-verl's own `verl.trainer.main_ppo` with three additions: settings that would change the method are refused
-before Ray starts, the registration is verified, and the trainer is ours (`trainer.py`). `iwopd train --engine verl` writes the
-overrides.
+verl's own `verl.trainer.main_ppo` with four additions: settings that would change the method are refused
+before Ray starts, the registration is verified, the trainer is ours (`trainer.py`), and SIGTERM makes it save (`stops.py`).
+`iwopd train --engine verl` writes the overrides.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from iwopd.cluster.verl.machines import Machines, left, watch
+from iwopd.cluster.verl.stops import StopAskedError, StopFile, listen
 from iwopd.errors import UserError
 
 
@@ -41,11 +43,36 @@ def train(config: DictConfig) -> None:
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    from iwopd.cluster.verl.trainer import TaskRunner
-
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-    run_ppo(config, task_runner_class=ray.remote(TaskRunner))
+    machines = Machines()
+    try:
+        run_ppo(config, task_runner_class=_Runner(machines))
+    except ray.exceptions.RayError as error:
+        if not isinstance(error, StopAskedError) and (gone := machines.gone()):
+            raise left(gone) from error
+        raise
+
+
+class _Runner:
+    """For `run_ppo`, which creates the task runner as soon as Ray is connected: before, it would replace our handler."""
+
+    def __init__(self, machines: Machines) -> None:
+        import ray
+
+        from iwopd.cluster.verl.trainer import TaskRunner
+
+        self._class = ray.remote(TaskRunner)
+        self._machines = machines
+
+    def options(self, **options: Any) -> Any:
+        return self._class.options(**options)
+
+    def remote(self) -> Any:
+        if (stop := StopFile.of_this_job()) is not None:
+            listen(stop)
+        watch(self._machines)
+        return self._class.remote()
 
 
 def _first_cause(error: Any) -> UserError:

@@ -114,6 +114,16 @@ def noise_warning(config: Config, stats: StepStats) -> str | None:
     )
 
 
+def reward_warning(config: Config, stats: StepStats) -> str | None:
+    """What to tell the user if the checker gave no verdict on some answers."""
+    if not (failed := stats.metrics.get("reward/failed", 0)):
+        return None
+    return (
+        f"step {stats.step}: the checker {config.reward.checker!r} gave no verdict on {failed:.0f} of {stats.rollouts} "
+        "rollouts, which get no reward; verl's output says why. This is said once; reward/failed counts them in every step"
+    )
+
+
 def _measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Our trainer's metrics; numbered entries become lists again."""
     plain: dict[str, Any] = {}

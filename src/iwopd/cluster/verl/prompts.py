@@ -7,18 +7,20 @@ renders the messages itself, with the same tokenizer, template and `data.chat_te
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from iwopd.cluster.verl.evaluation import label
-from iwopd.cluster.verl.translate import AGENT_LOOP, DEFAULT_TEACHER, Places, answer_limit, is_limited
+from iwopd.cluster.verl.reward import TRAINING, written_prompt
+from iwopd.cluster.verl.translate import AGENT_LOOP, DEFAULT_TEACHER, Places, answer_limit, is_limited, model_path
 from iwopd.config import Config
 from iwopd.data.fields import DataError
 from iwopd.data.prompts import MixedOrder, PromptOrder
 from iwopd.eval.task import Task
-from iwopd.models import load_tokenizer
+from iwopd.models import load_configs, load_tokenizer
 from iwopd.train.chats import student_chat
 from iwopd.train.loading import planned_world, source_of
 from iwopd.train.prompts import prompt_order
@@ -54,11 +56,22 @@ def write_prompts(
             here = f"{len(prompt.token_ids)} ids here"
             raise DataError(f"prompt {prompt.id!r} has {here} and {len(ids)} when its messages are rendered alone")
     where.folder.mkdir(parents=True, exist_ok=True)
+    if config.data.chat_template is not None:
+        _save_tokenizer(config, tokenizer, where.tokenizer)
     _write(where.train_file, _steps(config, order, known))
     rows = [_row(prompt, 0, 0, known, task=task) for task in tasks for prompt in task.prompts]
     _write(where.val_file, iter([rows or [_row(order.batch(1)[0], 1, 0, known)]]))
     if is_limited(config):
         where.agent_loops.write_text(f"- name: {AGENT_LOOP}\n  _target_: iwopd.cluster.verl.agent_loop.LimitedAgentLoop\n")
+
+
+def _save_tokenizer(config: Config, tokenizer: Any, folder: Path) -> None:
+    """The student's tokenizer with the recipe's chat template: verl renders by what the tokenizer says."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = config.data.chat_template
+    tokenizer.save_pretrained(folder)
+    found, _ = load_configs(model_path(config, "student"), trust_remote_code=config.models.trust_remote_code)
+    found.save_pretrained(folder)  # verl asks there for the kind of model
 
 
 def messages(prompt: Prompt) -> list[dict[str, str]]:
@@ -78,25 +91,30 @@ def messages(prompt: Prompt) -> list[dict[str, str]]:
 
 
 def _steps(config: Config, order: PromptOrder | MixedOrder, known: set[str]) -> Iterator[list[dict[str, Any]]]:
+    def truth(prompt: Prompt) -> str:
+        return "" if config.reward.checker is None else written_prompt(prompt)
+
     for first in range(1, config.steps + 1, STEPS_AT_ONCE):
         steps = range(first, min(first + STEPS_AT_ONCE, config.steps + 1))
         yield [
-            _row(prompt, step, place, known, limit=answer_limit(config, step) if is_limited(config) else 0)
+            _row(prompt, step, place, known, limit=answer_limit(config, step) if is_limited(config) else 0, truth=truth(prompt))
             for step in steps
             for place, prompt in enumerate(order.batch(step))
         ]
 
 
-def _row(prompt: Prompt, step: int, place: int, known: set[str], *, limit: int = 0, task: Task | None = None) -> dict[str, Any]:
-    """`limit`: most tokens of its answer; 0: verl's own."""
+def _row(
+    prompt: Prompt, step: int, place: int, known: set[str], *, limit: int = 0, truth: str = "", task: Task | None = None
+) -> dict[str, Any]:
+    """`limit`: most tokens of its answer; 0: verl's own. `truth`: what a checker must know."""
     teacher = prompt.teacher or DEFAULT_TEACHER
     if teacher not in known:
         raise DataError(f"prompt {prompt.id!r} names the teacher {teacher!r}; there are {sorted(known)} (teacher.others)")
     return {
         "prompt": messages(prompt),
-        "data_source": task.name if task else "iwopd",
+        "data_source": task.name if task else TRAINING,
         "teacher": teacher,
-        "reward_model": {"style": "rule", "ground_truth": label(task, prompt) if task else ""},
+        "reward_model": {"style": "rule", "ground_truth": label(task, prompt) if task else truth},
         "extra_info": {"index": place, "id": prompt.id, "step": step, "limit": limit},
     }
 

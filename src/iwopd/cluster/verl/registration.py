@@ -18,7 +18,7 @@ def register() -> None:
 
     from iwopd.cluster.verl.losses import make_loss
 
-    for name in presets():
+    for name in presets(rewarded=True):
         if name not in _registered:
             settings = DistillationLossSettings(names=[name], use_topk=name == FORWARD_KL, use_estimator=name != FORWARD_KL)
             _registered[name] = register_distillation_loss(settings)(make_loss(name))

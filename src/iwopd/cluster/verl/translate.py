@@ -19,6 +19,7 @@ from iwopd.cluster.verl.pools import Pools, pools
 from iwopd.config import Config
 from iwopd.train.chats import student_rendering
 from iwopd.train.loading import planned_world
+from iwopd.train.mismatch import mismatch_limit
 from iwopd.train.scoring import training_progress
 
 Pairs = Iterator[tuple[str, Any]]
@@ -51,6 +52,11 @@ class Places:
         return self.folder / "train.parquet"
 
     @property
+    def tokenizer(self) -> Path:
+        """The student's, with the chat template of the recipe, where it has one."""
+        return self.folder / "tokenizer"
+
+    @property
     def agent_loops(self) -> Path:
         """What tells verl of our agent loop, where a horizon needs it."""
         return self.folder / "agent_loops.yaml"
@@ -68,19 +74,30 @@ def places(config: Config, run: Path, launch: int = 1) -> Places:
     return Places(run, checkpoints, own / f"metrics-{launch:03d}.jsonl", own / f"validation-{launch:03d}")
 
 
-def translate(config: Config, where: Places, resume: Path | None = None) -> list[str]:
-    """All overrides. `resume` is the folder of the checkpoint (`…/global_step_N`) to go on from."""
+def translate(config: Config, where: Places, resume: Path | None = None, *, evaluate_first: bool = False) -> list[str]:
+    """All overrides. `resume` is the folder of the checkpoint (`…/global_step_N`) to go on from.
+
+    `evaluate_first`: evaluate that checkpoint before training, as the untrained student always is.
+    """
     shared = pools(config)
     pairs = [
         *_data(config, where),
-        *_models(config),
+        *_models(config, where),
         *_update(config),
         *_rollout(config, where),
         *_teachers(config, shared),
-        *_trainer(config, where, shared, resume),
+        *_trainer(config, where, shared, resume, evaluate_first=evaluate_first),
     ]
     ours = [f"{name}={literal(value)}" for name, value in pairs]
-    return [*ours, *params.overrides(config.method, config.steps), *config.cluster.overrides]
+    limit = mismatch_limit(config, rollout_dtype(config))
+    reward = config.reward if config.reward.checker is not None else None
+    method = params.overrides(config.method, config.steps, reward=reward, mismatch_limit=limit)
+    return [*ours, *method, *config.cluster.overrides]
+
+
+def rollout_dtype(config: Config) -> str:
+    """Precision of the rollout servers."""
+    return config.engine.vllm.dtype or config.compute_dtype
 
 
 def environment_overrides(variables: Mapping[str, str]) -> list[str]:
@@ -126,6 +143,12 @@ def model_path(config: Config, name: str) -> str:
     return _everywhere(getattr(config.models, name))
 
 
+def model_paths(config: Config) -> list[str]:
+    """Folders or hub ids of all models that verl's workers load."""
+    others = [_everywhere(str(other.model)) for other in config.teacher.others.values()]
+    return [model_path(config, "student"), model_path(config, "teacher"), *others]
+
+
 def _everywhere(path: str) -> str:
     """A path that holds in other working directories, too; a hub id stays as it is."""
     local = Path(path).expanduser()
@@ -150,16 +173,30 @@ def _data(config: Config, where: Places) -> Pairs:
     for name, value in student_rendering(config).kwargs.items():
         yield f"+data.apply_chat_template_kwargs.{name}", value
     yield "reward.custom_reward_function.path", "pkg://iwopd.cluster.verl.reward"
-    yield "reward.custom_reward_function.name", "no_reward"
+    reward = config.reward
+    yield "reward.custom_reward_function.name", "no_reward" if reward.checker is None else "judge"
+    if reward.checker is not None:
+        given = {"checker": reward.checker, "timeout": reward.timeout, "workers": reward.workers}
+        yield "+reward.custom_reward_function.reward_kwargs", given
 
 
-def _models(config: Config) -> Pairs:
+def _models(config: Config, where: Places) -> Pairs:
     models = config.models
     yield f"{MODEL}.path", model_path(config, "student")
     yield f"{MODEL}.trust_remote_code", models.trust_remote_code
     yield f"{MODEL}.enable_gradient_checkpointing", config.optim.gradient_checkpointing
     if models.attention is not None:
         yield f"+{MODEL}.override_config.attn_implementation", models.attention
+    if config.data.chat_template is not None:
+        yield f"{MODEL}.tokenizer_path", str(where.tokenizer)
+    if lora := config.lora.rank:
+        yield f"{MODEL}.lora_rank", lora
+        yield f"{MODEL}.lora_alpha", int(config.lora.alpha)
+        targets = config.lora.targets
+        yield f"{MODEL}.target_modules", targets[0] if targets == ["all-linear"] else targets
+        yield f"{MODEL}.lora.merge", False  # verl would round the sum of weights and adapter to bfloat16
+        yield f"{ROLLOUT}.load_format", "safetensors"  # the engine reads the frozen weights itself, and gets the adapter
+        yield f"+{ACTOR}.checkpoint.save_lora_only", True
     yield f"{MODEL}.use_remove_padding", models.attention not in ("eager", "sdpa")  # packed rows need flash attention
 
 
@@ -194,7 +231,8 @@ def _update(config: Config) -> Pairs:
         yield f"{role}.fsdp_config.seed", config.seed
         yield f"{role}.fsdp_config.param_offload", cluster.offload
     yield f"{ACTOR}.fsdp_config.optimizer_offload", cluster.offload
-    yield f"{ACTOR}.checkpoint.save_contents", ["model", "optimizer", "extra", *(["hf_model"] if cluster.save_hf else [])]
+    whole = cluster.save_hf and not config.lora.rank  # of an adapter verl would write a file that nobody can load
+    yield f"{ACTOR}.checkpoint.save_contents", ["model", "optimizer", "extra", *(["hf_model"] if whole else [])]
     yield f"{ACTOR}.checkpoint.load_contents", ["model", "optimizer", "extra"]
     yield "algorithm.adv_estimator", "grpo"  # of rewards, which are all 0; the default would train a critic
     yield "algorithm.use_kl_in_reward", False
@@ -217,7 +255,7 @@ def _rollout(config: Config, where: Places) -> Pairs:
     yield f"{ROLLOUT}.val_kwargs.top_p", 1.0
     yield f"{ROLLOUT}.val_kwargs.top_k", -1
     yield f"{ROLLOUT}.seed", config.seed
-    yield f"{ROLLOUT}.dtype", vllm.dtype or config.compute_dtype
+    yield f"{ROLLOUT}.dtype", rollout_dtype(config)
     yield f"{ROLLOUT}.max_model_len", vllm.max_model_len or longest
     yield f"{ROLLOUT}.gpu_memory_utilization", vllm.memory_share
     yield f"{ROLLOUT}.tensor_model_parallel_size", vllm.tensor_parallel
@@ -269,7 +307,7 @@ def _inference(config: Config) -> dict[str, Any]:
     }
 
 
-def _trainer(config: Config, where: Places, shared: Pools, resume: Path | None) -> Pairs:
+def _trainer(config: Config, where: Places, shared: Pools, resume: Path | None, *, evaluate_first: bool) -> Pairs:
     yield "trainer.use_v1", True
     yield "trainer.nnodes", shared.student.nodes
     yield "trainer.n_gpus_per_node", shared.student.gpus_per_node
@@ -280,7 +318,7 @@ def _trainer(config: Config, where: Places, shared: Pools, resume: Path | None) 
     yield "trainer.default_local_dir", str(where.checkpoints)
     yield "trainer.resume_mode", "disable" if resume is None else "resume_path"
     yield "trainer.resume_from_path", None if resume is None else str(resume)
-    yield "trainer.val_before_train", evaluates(config) and resume is None
+    yield "trainer.val_before_train", evaluates(config) and (resume is None or evaluate_first)
     yield "trainer.test_freq", config.eval.every if evaluates(config) else -1
     yield "trainer.validation_data_dir", str(where.validation) if evaluates(config) else None
     yield "trainer.logger", ["file"]

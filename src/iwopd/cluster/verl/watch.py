@@ -22,9 +22,19 @@ GRACE_SECONDS = 2.0
 class Watch:
     """Wraps the replay buffer of verl's synchronous trainer."""
 
-    def __init__(self, buffer: Any, actors: Callable[[], Mapping[str, Any]], samples: int) -> None:
-        """`actors`: Ray handles that take part in the rollouts, by name; `samples`: rollouts per prompt."""
+    def __init__(
+        self,
+        buffer: Any,
+        actors: Callable[[], Mapping[str, Any]],
+        samples: int,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`actors`: Ray handles that take part in the rollouts, by name; `samples`: rollouts per prompt.
+
+        `leave` is called at every poll, and raises if the rollouts are not to be waited for.
+        """
         self._actors = actors
+        self._leave = leave
         self._samples = samples
         self._refs: dict[str, Any] = {}
         self._checked = time.monotonic()
@@ -33,6 +43,7 @@ class Watch:
 
     def wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         """The pause between two polls of verl, with a check of the actors every `CHECK_SECONDS`."""
+        self._leave()
         now = time.monotonic()
         if now - self._checked >= CHECK_SECONDS:
             self._checked = now

@@ -13,7 +13,7 @@ from iwopd.train.authors import answers_refuse
 from iwopd.train.chats import student_chat
 from iwopd.train.doctor.case import Case
 from iwopd.train.doctor.findings import Finding, failure, listed, passed, warning
-from iwopd.train.reward import prompts_refuse, reward_refuses
+from iwopd.train.reward import Unjudged, reward_refuses
 from iwopd.types import Prompt
 
 LONG_ANSWER = 6
@@ -90,7 +90,9 @@ def _unjudgeable(case: Case) -> Iterator[Finding]:
     """With a reward: prompts that its checker cannot judge answers to."""
     name = case.config.reward.checker
     if name is not None and not any(reward_refuses(case.config)):
-        yield from (failure("reward", *refused) for refused in prompts_refuse(prompt_checker(name), name, case.prompts))
+        unjudged = Unjudged.find(prompt_checker(name), name, case.prompts)
+        yield from (failure("reward", *refused) for refused in unjudged.refuse())
+        yield from (warning("reward", *refused) for refused in unjudged.tolerate())
 
 
 def _twice(prompts: Sequence[Prompt]) -> Iterator[Finding]:

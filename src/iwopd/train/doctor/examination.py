@@ -47,7 +47,8 @@ def examine_recipe(
     launched.
     """
     started = launched() if ranks is None else Launched(ranks, ranks)
-    yield from check_packages(config)
+    packages = [*check_packages(config)]
+    yield from packages
     yield from check_ranks(config, started)
     yield from (failure("horizon", *refused) for refused in horizon_refuses(config))
     if not static:
@@ -67,8 +68,9 @@ def examine_recipe(
         yield from check_rope(case, configs)
         try:
             yield from check_resources(case, ranks=started)
-        except UserError as error:  # an adapter that does not fit the model
-            yield failure("memory", str(error), "correct it")
+        except UserError as error:  # an adapter that does not fit the model, or one without its package, which is said already
+            if all(finding.level != "fail" for finding in packages):
+                yield failure("memory", str(error), "correct it")
 
 
 def examine_models(

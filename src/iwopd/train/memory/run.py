@@ -17,7 +17,7 @@ from iwopd.rollout.sampling import CHUNK_ELEMENTS
 from iwopd.rollout.settings import VllmSettings
 from iwopd.teacher.following import CACHE_SHARE
 from iwopd.teacher.local import TOKEN_BUDGET_CPU, TOKEN_BUDGET_GPU
-from iwopd.train.kept_states import keeps_others_states, kept_bytes
+from iwopd.train.kept_states import keeps_others_states, keeps_states, kept_bytes
 from iwopd.train.memory.shapes import ModelShape
 from iwopd.train.memory.step import NO_WRITER, DeviceMemory, StepMemory, Stored, Tokens, TrainedModel, WriterMemory
 from iwopd.train.mix import mix_needs_states
@@ -178,6 +178,13 @@ class RunShape:
         kept = of_others and keeps_others_states(made, own=False, again=again, most=tokens * state, ranks=ranks)
         own = kept_bytes(made, tokens=tokens, state=state, ranks=ranks, again=again)
         return own + (2.0 * tokens * state if kept else 0.0)
+
+    def teacher_reads_again(self, ranks: int = 1) -> bool:
+        """Whether the teacher reads every micro-batch of the update once more: whole distributions, and no room for states."""
+        made = self.config.method.made
+        state = max((teacher.hidden for teacher in self.scoring.values()), default=0) * self.teacher_bytes
+        kept = keeps_states(made, again=self.config.teacher_stays, most=self._most_tokens * state, ranks=ranks)
+        return made.needs_teacher_distribution and not kept
 
     def in_main_memory(self, ranks: int) -> float:
         """Bytes that the processes of a machine have on its CPU while they train on GPUs: teachers, and what steps keep."""
