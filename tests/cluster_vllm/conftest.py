@@ -15,23 +15,23 @@ from cluster_vllm_support import FORWARD_KL, IW_OPD, RUN_SECONDS, questions, tra
 from iwopd.tiny import open_world
 
 
-def _whole_run(folder: Path, workers: int, method: str) -> Path:
+def _whole_run(folder: Path, method: str) -> Path:
     open_world("clean")  # trains its models if they are not in the cache
-    with train(folder, workers=workers, method=method) as job:
+    with train(folder, workers=1, method=method) as job:
         assert job.finish(RUN_SECONDS) == 0, job.text()[-3000:]
     return folder
 
 
 @pytest.fixture(scope="session")
 def iw_opd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a job with IW-OPD and two workers."""
-    return _whole_run(tmp_path_factory.mktemp("jobs") / "iw-opd", 2, IW_OPD)
+    """Folder of a job with IW-OPD."""
+    return _whole_run(tmp_path_factory.mktemp("jobs") / "iw-opd", IW_OPD)
 
 
 @pytest.fixture(scope="session")
 def forward_kl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a job with the forward KL over the teacher's likeliest ids and one worker."""
-    return _whole_run(tmp_path_factory.mktemp("jobs") / "forward-kl", 1, FORWARD_KL)
+    """Folder of a job with the forward KL over the teacher's likeliest ids."""
+    return _whole_run(tmp_path_factory.mktemp("jobs") / "forward-kl", FORWARD_KL)
 
 
 @pytest.fixture(scope="session")
