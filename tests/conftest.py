@@ -29,8 +29,9 @@ _vllm = find_spec("vllm")  # the folder of tests of that name counts as a packag
 collect_ignore = [] if _vllm is not None and _vllm.origin else ["vllm"]
 """Tests against the real vLLM have an environment of their own: `make test-vllm`."""
 collect_ignore += ["cluster_vllm"]  # so have those of verl with vLLM: `make test-cluster-vllm`
-collect_ignore += ["cluster/test_before_the_split.py", "cluster/test_failures.py"]  # a quarter of an hour: `make test-cluster`
-collect_ignore += ["cluster/test_nodes.py", "cluster/test_stops.py"]
+JOBS = ("test_end_to_end.py", "test_horizons.py")
+"""Whole jobs on verl that are part of `make test`; the others take an hour: `make test-cluster`."""
+collect_ignore += [str(path) for path in (Path(__file__).parent / "cluster").glob("test_*.py") if path.name not in JOBS]
 
 
 LONGEST = (
