@@ -22,7 +22,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_site_has_search_references_and_the_example(site: Path) -> None:
-    assert "fig1.svg" in (site / "index.html").read_text()
+    assert "demo-handoff.svg" in (site / "index.html").read_text()
     assert "opd_advantages" in (site / "docs/reference/algo.html").read_text()
     assert "--gpus-per-node" in (site / "docs/reference/commands.html").read_text()
     assert "Token by token" in (site / "docs/example/report.html").read_text()

@@ -115,7 +115,9 @@ def test_static_loads_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert code == 0, said
     assert "pass  memory" in said
     assert "echo" not in said
-    assert doctor(tmp_path, settings, capsys)[0] == 2  # the weights are needed now, and are none
+    code, said = doctor(tmp_path, settings, capsys)  # the weights are needed now, and are none
+    assert code == 1
+    assert "fail  models" in said
 
 
 @pytest.mark.parametrize(("spoil", "message", "remedy"), MISMATCHES, ids=[item[0].__name__ for item in MISMATCHES])
